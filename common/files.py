@@ -1,0 +1,45 @@
+"""Files that are either the old one or the new one, whole, whatever happens in between."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Have the disk, not only the kernel, know a file or a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a text file in one step."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        sync(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tree_size(path: Path) -> int:
+    return sum(entry.stat().st_size for entry in path.rglob("*") if entry.is_file())
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Put a finished folder in the place of another of the same name, if there is one."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
