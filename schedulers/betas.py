@@ -1,0 +1,74 @@
+"""Beta schedules of the forward process, in float64.
+
+beta_t is the variance that step t of the forward process adds (Ho et al. 2020, eq. 2). In float32 the betas that one
+recovers from their cumulative product are off by 5e-4 relative, so every table is made in float64 and rounded once.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+
+def linear(steps: int, start: float, end: float) -> torch.Tensor:
+    """Equally spaced from start to end (Ho et al. 2020, section 4)."""
+    return torch.linspace(start, end, steps, dtype=torch.float64)
+
+
+def quadratic(steps: int, start: float, end: float) -> torch.Tensor:
+    """Equally spaced in sqrt(beta); diffusers calls it `scaled_linear`."""
+    return torch.linspace(start**0.5, end**0.5, steps, dtype=torch.float64) ** 2
+
+
+def cosine(steps: int, start: float, end: float) -> torch.Tensor:
+    """alpha_bar(u) = cos^2((u + 0.008) / 1.008 * pi / 2), beta at most 0.999 (Nichol & Dhariwal 2021, eq. 17)."""
+    time = torch.arange(steps + 1, dtype=torch.float64) / steps
+    alpha_bar = torch.cos((time + 0.008) / 1.008 * math.pi / 2) ** 2
+    return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=0.999)
+
+
+def sigmoid(steps: int, start: float, end: float) -> torch.Tensor:
+    """A sigmoid over [-6, 6] scaled to [start, end] (Xu et al. 2022, GeoDiff)."""
+    return torch.linspace(-6, 6, steps, dtype=torch.float64).sigmoid() * (end - start) + start
+
+
+def constant(steps: int, start: float, end: float) -> torch.Tensor:
+    """beta_t = end at every t (Ho et al. 2020, code)."""
+    return torch.full((steps,), end, dtype=torch.float64)
+
+
+def _warmup(fraction: float) -> Callable[[int, float, float], torch.Tensor]:
+    """Linear from start to end over the first fraction of the steps, then constant (Ho et al. 2020, code)."""
+
+    def schedule(steps: int, start: float, end: float) -> torch.Tensor:
+        betas = constant(steps, start, end)
+        rising = int(steps * fraction)
+        betas[:rising] = linear(rising, start, end)
+        return betas
+
+    return schedule
+
+
+BETA_SCHEDULES: dict[str, Callable[[int, float, float], torch.Tensor]] = {
+    "linear": linear,
+    "quadratic": quadratic,
+    "cosine": cosine,
+    "sigmoid": sigmoid,
+    "constant": constant,
+    "warmup10": _warmup(0.1),
+    "warmup50": _warmup(0.5),
+}
+
+# What diffusers calls the schedules that it knows too; the others are saved as a list of betas.
+DIFFUSERS_NAMES = {
+    "linear": "linear",
+    "quadratic": "scaled_linear",
+    "cosine": "squaredcos_cap_v2",
+    "sigmoid": "sigmoid",
+}
+
+
+def make_betas(name: str, steps: int, start: float = 1e-4, end: float = 0.02) -> torch.Tensor:
+    """The betas of a schedule by its name here or in diffusers."""
+    ours = {theirs: name for name, theirs in DIFFUSERS_NAMES.items()}.get(name, name)
+    return BETA_SCHEDULES[ours](steps, start, end)

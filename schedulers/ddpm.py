@@ -1,0 +1,164 @@
+"""The forward process and one ancestral step back (Ho et al. 2020), exactly, on diffusers' DDPMScheduler."""
+
+import functools
+
+import torch
+from diffusers import DDPMScheduler
+from diffusers.schedulers.scheduling_ddpm import DDPMSchedulerOutput
+from diffusers.utils.torch_utils import randn_tensor
+
+from schedulers.betas import DIFFUSERS_NAMES, make_betas
+
+VARIANCE_TYPES = ("fixed_large", "fixed_small")
+PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
+
+
+class ExactDDPMScheduler(DDPMScheduler):
+    """DDPMScheduler whose tables are float64, whose coefficients are rounded once, and whose noise stays float32.
+
+    Notation: a_t is the cumulative product of 1 - beta, a_s that of the timestep stepped to (1 when that is -1).
+    Save `plain()`, not this object: a stock `DDPMPipeline` elsewhere knows only the class it came from.
+    """
+
+    @functools.wraps(DDPMScheduler.__init__)  # from_config reads the signature
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.config.variance_type not in VARIANCE_TYPES:
+            raise ValueError(
+                f"variance_type '{self.config.variance_type}' is not exact here "
+                f"(fixed_large_log even gives NaN in diffusers); use one of {', '.join(VARIANCE_TYPES)}"
+            )
+        if self.config.trained_betas is not None:
+            self.betas = torch.tensor(self.config.trained_betas, dtype=torch.float64)
+        else:
+            self.betas = make_betas(
+                self.config.beta_schedule,
+                self.config.num_train_timesteps,
+                self.config.beta_start,
+                self.config.beta_end,
+            )
+        self.alphas = 1 - self.betas
+        self.alphas_cumprod = self.alphas.cumprod(0)
+        self._rounded: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def plain(self) -> DDPMScheduler:
+        """The stock scheduler with the same configuration: what is saved in a run."""
+        return DDPMScheduler.from_config(self.config)
+
+    # The forward process.
+
+    def _signal_and_noise(self, timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """sqrt(a_t) and sqrt(1 - a_t) for a batch of timesteps, in float32, shaped to multiply images."""
+        device = timesteps.device
+        if device not in self._rounded:
+            tables = (self.alphas_cumprod.sqrt(), (1 - self.alphas_cumprod).sqrt())
+            self._rounded[device] = tuple(table.float().to(device) for table in tables)
+        return tuple(table[timesteps][:, None, None, None] for table in self._rounded[device])
+
+    def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        """x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise (eq. 4), in float32: bf16 would lose the noise of small t."""
+        signal, spread = self._signal_and_noise(timesteps)
+        return signal * original_samples.float() + spread * noise.float()
+
+    def get_velocity(self, sample: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        """v = sqrt(a_t) noise - sqrt(1 - a_t) x_0 (Salimans & Ho 2022)."""
+        signal, spread = self._signal_and_noise(timesteps)
+        return signal * noise.float() - spread * sample.float()
+
+    def target(self, images: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        """What the network is asked to predict."""
+        if self.config.prediction_type == "epsilon":
+            return noise
+        if self.config.prediction_type == "sample":
+            return images
+        return self.get_velocity(images, noise, timesteps)
+
+    # One step back.
+
+    def predict_original(self, model_output: torch.Tensor, t: int, sample: torch.Tensor) -> torch.Tensor:
+        """x_0 as the network sees it (eq. 15 for epsilon), clipped to [-1, 1] before it enters any mean."""
+        a_t = self.alphas_cumprod[t].item()
+        if self.config.prediction_type == "epsilon":
+            original = (sample - (1 - a_t) ** 0.5 * model_output) / a_t**0.5
+        elif self.config.prediction_type == "sample":
+            original = model_output
+        else:
+            original = a_t**0.5 * sample - (1 - a_t) ** 0.5 * model_output
+        if self.config.clip_sample:
+            original = original.clamp(-self.config.clip_sample_range, self.config.clip_sample_range)
+        return original
+
+    def variance(self, t: int, previous: int) -> float:
+        """sigma_t^2: beta_t (fixed_large) or the posterior's, (1 - a_s) / (1 - a_t) beta_t (fixed_small; eq. 7).
+
+        The posterior's is zero at t = 0, where the paper's code takes its value at t = 1 for either choice, to have
+        a logarithm; no noise follows that step.
+        """
+        if previous < 0:
+            return self._pair_variances(1, 0)[1]
+        large, small = self._pair_variances(t, previous)
+        return large if self.config.variance_type == "fixed_large" else small
+
+    def _pair_variances(self, t: int, previous: int) -> tuple[float, float]:
+        a_t, a_s = self.alphas_cumprod[t].item(), self.alphas_cumprod[previous].item()
+        beta = 1 - a_t / a_s
+        return beta, (1 - a_s) / (1 - a_t) * beta
+
+    def posterior(
+        self, model_output: torch.Tensor, t: int, previous: int, sample: torch.Tensor
+    ) -> tuple[torch.Tensor, float]:
+        """Mean (eq. 7) and standard deviation of the step from t to any earlier timestep; deviation 0 at the end.
+
+        The coefficients are Python floats (float64), so they are rounded once, when they meet the float32 images.
+        """
+        a_t = self.alphas_cumprod[t].item()
+        a_s = self.alphas_cumprod[previous].item() if previous >= 0 else 1.0
+        beta = 1 - a_t / a_s
+        original = self.predict_original(model_output, t, sample)
+        mean = (a_s**0.5 * beta / (1 - a_t)) * original + ((a_t / a_s) ** 0.5 * (1 - a_s) / (1 - a_t)) * sample
+        return mean, self.variance(t, previous) ** 0.5 if previous >= 0 else 0.0
+
+    def step(
+        self,
+        model_output: torch.Tensor,
+        timestep: int,
+        sample: torch.Tensor,
+        generator: torch.Generator | None = None,
+        return_dict: bool = True,
+    ) -> DDPMSchedulerOutput | tuple:
+        """One ancestral step with the signature of diffusers, so that stock pipelines can use this scheduler."""
+        t = int(timestep)
+        mean, deviation = self.posterior(model_output, t, int(self.previous_timestep(t)), sample)
+        if deviation > 0:
+            noise = randn_tensor(sample.shape, generator=generator, device=sample.device, dtype=sample.dtype)
+            mean = mean + deviation * noise
+        if not return_dict:
+            return (mean,)
+        return DDPMSchedulerOutput(prev_sample=mean)
+
+
+def build_scheduler(
+    beta_schedule: str = "linear",
+    num_train_timesteps: int = 1000,
+    variance_type: str = "fixed_large",
+    prediction_type: str = "epsilon",
+) -> ExactDDPMScheduler:
+    """The paper's diffusion by default. Schedules that diffusers does not know travel as a list of betas."""
+    if beta_schedule in DIFFUSERS_NAMES or beta_schedule in DIFFUSERS_NAMES.values():
+        schedule = {"beta_schedule": DIFFUSERS_NAMES.get(beta_schedule, beta_schedule)}
+    else:
+        schedule = {"trained_betas": make_betas(beta_schedule, num_train_timesteps).tolist()}
+    return ExactDDPMScheduler(
+        num_train_timesteps=num_train_timesteps,
+        variance_type=variance_type,
+        prediction_type=prediction_type,
+        **schedule,
+    )
+
+
+def timestep_sequence(num_train_timesteps: int, num_inference_steps: int) -> list[int]:
+    """The timesteps to visit, descending: all of them, or S spread evenly that include the first and the last."""
+    if num_inference_steps == 1:
+        return [num_train_timesteps - 1]
+    sequence = torch.linspace(0, num_train_timesteps - 1, num_inference_steps, dtype=torch.float64)
+    return sequence.round().long().flip(0).tolist()
