@@ -1,0 +1,137 @@
+"""Which images make up which step, as a function of the seed and the step alone."""
+
+import contextlib
+import functools
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from common.errors import UserError
+from common.randomness import generator_for
+from image_data.store import InMemoryImages, StreamedImages
+from image_data.workers import load_in_workers
+
+MOST_WORKERS = 4
+
+
+@functools.lru_cache(maxsize=2)  # consecutive steps share an epoch, or straddle two
+def epoch_order(num_images: int, seed: int, epoch: int) -> torch.Tensor:
+    """The order in which an epoch goes through the images."""
+    return torch.randperm(num_images, generator=generator_for(seed, "order", epoch))
+
+
+class TrainingBatches:
+    """The batches of a training run, from any step on, as one process of any number of processes sees them.
+
+    A global batch is cut into micro-batches, and these are dealt to the processes in turn. Order, crops and flips are
+    drawn for the global batch, so that they do not depend on how many processes share it, on workers, or on whether
+    the run was interrupted.
+    """
+
+    def __init__(
+        self,
+        images: InMemoryImages | StreamedImages,
+        *,
+        total_batch_size: int,
+        seed: int,
+        random_flip: bool,
+        process_index: int,
+        num_processes: int,
+        gradient_accumulation_steps: int,
+        num_workers: int,
+    ) -> None:
+        micro_batches = num_processes * gradient_accumulation_steps
+        if total_batch_size % micro_batches:
+            raise UserError(
+                f"a total batch of {total_batch_size} images cannot be shared evenly by {num_processes} processes "
+                f"with {gradient_accumulation_steps} gradient accumulation steps"
+            )
+        if total_batch_size > len(images):
+            raise UserError(
+                f"a batch of {total_batch_size} images is more than the {len(images)} images there are; "
+                "lower --total_batch_size or --train_batch_size"
+            )
+        self.images, self.total_batch_size, self.seed, self.random_flip = images, total_batch_size, seed, random_flip
+        self.steps_per_epoch = len(images) // total_batch_size  # the last, partial batch is dropped
+        # Positions in the global batch of this process's images, [accumulation, per device].
+        positions = torch.arange(total_batch_size).view(gradient_accumulation_steps, num_processes, -1)
+        self.positions = positions[:, process_index]
+        # Images in memory are there at once; only those still to be decoded are worth a process.
+        self._num_workers = num_workers if isinstance(images, StreamedImages) else 0
+
+    def indices(self, step: int) -> torch.Tensor:
+        """The images of a step's global batch."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        start = position * self.total_batch_size
+        return epoch_order(len(self.images), self.seed, epoch)[start : start + self.total_batch_size]
+
+    def from_step(self, first_step: int) -> Iterator[torch.Tensor]:
+        """This process's images of each step without end, uint8 [accumulation, per device, channels, height, width].
+
+        Closing the iterator ends the worker processes.
+        """
+        for images in load_in_workers(_Steps(self), itertools.count(first_step), self._num_workers):
+            if isinstance(images, UserError):
+                raise images
+            yield torch.from_numpy(images)
+
+    def at_step(self, step: int) -> torch.Tensor:
+        """This process's images of one step."""
+        mine = self.positions.flatten()
+        corners = torch.rand(self.total_batch_size, 2, generator=generator_for(self.seed, "crop", step))[mine]
+        images = self.images.crops(self.indices(step)[mine], corners)
+        if self.random_flip:
+            flips = torch.rand(self.total_batch_size, generator=generator_for(self.seed, "flip", step))[mine] < 0.5
+            images[flips] = images[flips].flip(-1)
+        return images.unflatten(0, self.positions.shape)
+
+
+class _Steps(Dataset):
+    def __init__(self, batches: TrainingBatches) -> None:
+        self.batches = batches
+
+    def __getitem__(self, step: int) -> np.ndarray | UserError:
+        try:
+            return self.batches.at_step(step).numpy()
+        except UserError as error:
+            return error  # raised in a worker, it would arrive wrapped in a traceback
+
+
+def default_num_workers(local_processes: int) -> int:
+    """Data workers for each of the processes on this machine: a few, and never more than there are cores."""
+    return min(MOST_WORKERS, int(_usable_cores()) // local_processes)
+
+
+def _usable_cores() -> float:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([cores, *_cgroup_quotas()])
+
+
+def _cgroup_quotas(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[float]:
+    """The cores that a container or a job scheduler grants, at every level that sets a limit."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return []  # not Linux
+    quotas = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            root, files = cgroups, ["cpu.max"]
+        elif "cpu" in controllers.split(","):  # version 1
+            root, files = cgroups / controllers, ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        else:
+            continue
+        group = root / path.lstrip("/")
+        # A container may see its own group at the root, under whatever path the host knows it.
+        for level in {group, *group.parents, root}:
+            with contextlib.suppress(OSError, ValueError):
+                quota, period = " ".join((level / file).read_text() for file in files).split()
+                if int(quota) > 0:
+                    quotas.append(int(quota) / int(period))
+    return quotas

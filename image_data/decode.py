@@ -1,0 +1,153 @@
+"""One image file of any kind becomes uint8 pixels of the wanted channels and size."""
+
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+PNG_BIT_DEPTH = 24  # where the header keeps it
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+GREY_MODES = ("1", "L", "LA", "La", "I", "F")
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class UndecodableImage(ValueError):
+    """These bytes are no image that can be trained on; the message is the reason, in a few words."""
+
+
+def decode_image(data: bytes, channels: int, resolution: int, center_crop: bool) -> np.ndarray:
+    """The image as uint8 [channels, height, width], its shorter side being `resolution`.
+
+    One channel is luma, three are RGB, four are RGBA. With `center_crop` the result is a square; without, the longer
+    side is kept, for crops to be drawn from it later.
+    """
+    with _one_kind_of_error():
+        image = Image.open(io.BytesIO(data))
+        image.load()
+        orientation = _orientation(image)
+        image = _in_eight_bits(image, data)
+        if orientation in UPRIGHT:
+            image = image.transpose(UPRIGHT[orientation])
+        image = _resize(_in_mode(image, MODES[channels]), resolution)
+        if center_crop:
+            left, top = (image.width - resolution) // 2, (image.height - resolution) // 2
+            image = image.crop((left, top, left + resolution, top + resolution))
+        pixels = np.asarray(image).reshape(image.height, image.width, channels)
+        return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def is_grey(data: bytes) -> bool:
+    """Whether the file's header says that the image has no colour."""
+    with _one_kind_of_error():
+        image = Image.open(io.BytesIO(data))
+        if image.mode == "P":
+            return _palette_is_grey(image)
+        # Pillow widens a 16-bit PNG of grey and alpha to RGBA; what it reads from tells the two apart.
+        widened = image.mode == "RGBA" and any(str(tile.args).startswith("LA") for tile in image.tile)
+        return image.mode in GREY_MODES or image.mode.startswith("I;16") or widened
+
+
+def aspect_ratio(data: bytes) -> float:
+    """The longer side over the shorter one, from the file's header."""
+    with _one_kind_of_error():
+        size = Image.open(io.BytesIO(data)).size
+        return max(size) / min(size)
+
+
+@contextmanager
+def _one_kind_of_error() -> Iterator[None]:
+    """Everything Pillow raises on damaged files, of which there are a dozen types, as `UndecodableImage`."""
+    try:
+        with warnings.catch_warnings():
+            # Of Pillow's many remarks on odd files only the one on decompression bombs matters, and it is a refusal.
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            yield
+    except (UndecodableImage, MemoryError):
+        raise  # a machine without memory says nothing about the image
+    except UnidentifiedImageError as error:
+        raise UndecodableImage("not an image of a known format") from error
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise UndecodableImage(reason or type(error).__name__) from error
+
+
+def _orientation(image: Image.Image) -> int:
+    # Not ImageOps.exif_transpose: it also rewrites the metadata, and fails when that is damaged but the pixels are not.
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:
+        return 1
+
+
+def _in_eight_bits(image: Image.Image, data: bytes) -> Image.Image:
+    """The image in mode L, RGB or RGBA, whatever it is stored as."""
+    if data.startswith(PNG_SIGNATURE) and data[PNG_BIT_DEPTH] == 16:
+        return _sixteen_bit_png(data)
+    if image.mode.startswith("I"):
+        # Pillow's 32-bit mode holds what was stored in 16 bits.
+        return _grey(np.asarray(image) / 65535, "0..65535")
+    if image.mode == "F":
+        # Two conventions are in use, 0..1 and Pillow's own 0..255; the brightest pixel tells which.
+        values = np.asarray(image)
+        return _grey(values if values.max() <= 1 else values / 255, "0..255")
+    if image.has_transparency_data:
+        return image.convert("RGBA")
+    return image.convert("L" if image.mode in ("1", "L") else "RGB")
+
+
+def _sixteen_bit_png(data: bytes) -> Image.Image:
+    # Pillow drops the low byte of 16-bit colours instead of rounding, torchvision keeps it. Imported here, being slow.
+    import torch
+    from torchvision.io import decode_png
+
+    stored = decode_png(torch.frombuffer(bytearray(data), dtype=torch.uint8)).numpy()
+    pixels = np.rint(stored.astype(np.float64) * (255 / 65535)).astype(np.uint8)
+    grey, alpha = pixels[:1], pixels[-1:]
+    if len(pixels) == 2:
+        pixels = np.concatenate([grey, grey, grey, alpha])
+    return Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+
+
+def _grey(values: np.ndarray, accepted: str) -> Image.Image:
+    """Values in [0, 1] as an image of mode L; others mean that what they stand for is unknown."""
+    if not (values.min() >= 0 and values.max() <= 1):
+        raise UndecodableImage(f"grey values outside {accepted}")
+    return Image.fromarray(np.rint(values.astype(np.float64) * 255).astype(np.uint8))
+
+
+def _in_mode(image: Image.Image, mode: str) -> Image.Image:
+    if image.mode == "RGBA" and mode != "RGBA":
+        # Over white: the colours beneath transparent pixels were never meant to be seen.
+        white = Image.new("RGB", image.size, "white")
+        white.paste(image, mask=image)
+        image = white
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _resize(image: Image.Image, resolution: int) -> Image.Image:
+    scale = resolution / min(image.size)
+    size = tuple(max(resolution, round(side * scale)) for side in image.size)
+    if Image.MAX_IMAGE_PIXELS and size[0] * size[1] > Image.MAX_IMAGE_PIXELS:
+        raise UndecodableImage(f"too narrow to be resized: {image.width}x{image.height}")
+    return image.resize(size, Image.Resampling.BICUBIC)
+
+
+def _palette_is_grey(image: ImageFile.ImageFile) -> bool:
+    layout, palette = image.palette.getdata()
+    values = np.frombuffer(palette, np.uint8)
+    # Colours are interleaved, in any order and perhaps with a fourth byte, or ("RGB;L") one plane after the other.
+    colours = values.reshape(3, -1).T if layout.endswith(";L") else values.reshape(-1, len(layout))[:, :3]
+    return bool((colours == colours[:, :1]).all())

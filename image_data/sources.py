@@ -1,0 +1,268 @@
+"""From what a user names (a Hub id, a folder, "digits") to rows of image files."""
+
+import glob
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import UserError
+from image_data.decode import UndecodableImage, is_grey
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+DIGITS = "digits"
+SAMPLED_FOR_CHANNELS = 256
+
+
+@dataclass
+class ImageSource:
+    """A split of a data set. Its images are still files: bytes, or a path."""
+
+    dataset: "Dataset"  # all columns; the image column is not decoded
+    image_column: str
+    name: str
+    split: str
+    fingerprint: str  # the same in every process and run as long as the data are the same
+    rows: Sequence[int]  # the row in the split of each image here
+
+    def __post_init__(self) -> None:
+        self._images = self.dataset.select_columns(self.image_column).with_format(None)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, index: int) -> bytes:
+        """The bytes of an image file; `UndecodableImage` if it cannot be read."""
+        image = self._images[index][self.image_column]
+        if image is None:
+            raise UndecodableImage("there is no image in this row")
+        if image["bytes"] is not None:
+            return image["bytes"]
+        try:
+            return Path(image["path"]).read_bytes()
+        except OSError as error:
+            raise UndecodableImage(error.strerror or str(error)) from error
+
+    def describe(self, index: int) -> str:
+        """Where the user finds this image."""
+        image = self._images[index][self.image_column]
+        if image is not None and image["bytes"] is None:
+            return image["path"]
+        return f"row {self.rows[index]} of {self.name}[{self.split}]"
+
+    def detect_channels(self) -> int:
+        """1 if all images of an even sample are grey, otherwise 3."""
+        readable = 0
+        for index in spread(len(self), SAMPLED_FOR_CHANNELS):
+            try:
+                if not is_grey(self.read(index)):
+                    return 3
+                readable += 1
+            except UndecodableImage:
+                continue  # whether that is an error is decided when the images are prepared
+        return 1 if readable else 3
+
+
+def load_images(
+    dataset_name: str | None = None,
+    dataset_config_name: str | None = None,
+    train_data_dir: str | None = None,
+    split: str = "train",
+    image_column: str | None = None,
+    cache_dir: str | None = None,
+    max_train_samples: int | None = None,
+) -> ImageSource:
+    """Open the images a user names.
+
+    `dataset_name` is "digits", a local folder in any layout that `datasets` reads, or a data set on the Hub;
+    `train_data_dir` is a folder of images. `max_train_samples` keeps that many rows, evenly spread: folders are sorted
+    by class, and the first rows would be of one class alone.
+    """
+    if (dataset_name is None) == (train_data_dir is None):
+        raise UserError("name the images with either --dataset_name or --train_data_dir, and not with both")
+    if train_data_dir is not None:
+        name, splits = Path(train_data_dir).resolve().name, _image_folder(train_data_dir, split, cache_dir)
+    elif dataset_name == DIGITS:
+        name, splits = DIGITS, _digits()
+    elif _is_path(dataset_name):
+        name = Path(dataset_name).expanduser().resolve().name
+        splits = _local_folder(dataset_name, dataset_config_name, split, cache_dir)
+    else:
+        name, splits = dataset_name, _from_hub(dataset_name, dataset_config_name, cache_dir)
+
+    if max_train_samples is not None and max_train_samples < 1:
+        raise UserError(f"--max_train_samples {max_train_samples} must be 1 or more")
+    if split not in splits:
+        raise UserError(f"{name} has no split '{split}'; it has: {', '.join(splits)}")
+    dataset = splits[split]
+    if len(dataset) == 0:
+        raise UserError(f"{name}[{split}] is empty")
+    image_column = _find_image_column(dataset, image_column, f"{name}[{split}]")
+    rows = range(len(dataset))
+    # `datasets` derives it from the files' names and modification times, from the Hub's commit, or from the content.
+    fingerprint = dataset._fingerprint
+    if max_train_samples is not None and max_train_samples < len(dataset):
+        rows = spread(len(dataset), max_train_samples)
+        dataset = dataset.select(rows)
+    identity = (fingerprint, split, image_column, len(rows))
+    return ImageSource(
+        dataset=_without_decoding(dataset, image_column, f"{name}[{split}]"),
+        image_column=image_column,
+        name=name,
+        split=split,
+        fingerprint=hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest(),
+        rows=rows,
+    )
+
+
+def spread(total: int, count: int) -> Sequence[int]:
+    """At most `count` of `range(total)`, evenly spread."""
+    return range(total) if count >= total else [position * total // count for position in range(count)]
+
+
+def _is_path(name: str) -> bool:
+    return Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def _existing_folder(folder: str, flag: str) -> str:
+    path = Path(folder).expanduser().resolve()
+    if not path.exists():
+        raise UserError(f"{flag} {folder}: there is no such folder ({path})")
+    if not path.is_dir():
+        raise UserError(f"{flag} {folder} is a file; name the folder that holds it")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise UserError(f"{flag} {folder}: no permission to read this folder ({path})")
+    return str(path)
+
+
+def _digits() -> dict[str, "Dataset"]:
+    from image_data.digits import load_digits
+
+    return {"train": load_digits()}
+
+
+def _image_folder(folder: str, split: str, cache_dir: str | None) -> "DatasetDict":
+    """Images in a folder or its sub-folders. Only sub-folders that are all named after splits count as splits.
+
+    The folders are searched here, because `datasets` does not follow links, and guesses: one photo called `test_1.jpg`
+    and it takes that one for the whole data set.
+    """
+    import datasets
+
+    path = _existing_folder(folder, "--train_data_dir")
+    splits = _split_folders(path) or {split: path}
+    patterns = {
+        name: [os.path.join(glob.escape(found), "*") for found in _folders_with_images(part)]
+        for name, part in splits.items()
+    }
+    patterns = {name: found for name, found in patterns.items() if found}
+    if not patterns:
+        raise UserError(f"--train_data_dir {folder}: there are no images in this folder ({path})")
+    try:
+        return datasets.load_dataset("imagefolder", data_files=patterns, cache_dir=cache_dir)
+    except Exception as error:
+        raise UserError(f"--train_data_dir {folder} cannot be read: {_reason(error)}") from error
+
+
+def _folders_with_images(path: str) -> list[str]:
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+    found, seen = [], set()
+    for folder, sub_folders, files in os.walk(path, followlinks=True):
+        seen.add(os.path.realpath(folder))
+        sub_folders[:] = [
+            name
+            for name in sub_folders
+            if not name.startswith((".", "__")) and os.path.realpath(os.path.join(folder, name)) not in seen
+        ]
+        suffixes = {os.path.splitext(file)[1].lower() for file in files}
+        if suffixes & {*ImageFolder.EXTENSIONS, ".zip"} or set(files) & set(ImageFolder.METADATA_FILENAMES):
+            found.append(folder)
+    return sorted(found)
+
+
+def _split_folders(path: str) -> dict[str, str]:
+    """The sub-folders by split if every one is named after a split (as in train/ and test/), otherwise nothing."""
+    from datasets.data_files import SPLIT_KEYWORDS
+
+    split_of = {keyword: str(split) for split, keywords in SPLIT_KEYWORDS.items() for keyword in keywords}
+    folders = [entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith(".")]
+    if any(folder.lower() not in split_of for folder in folders):
+        return {}
+    return {split_of[folder.lower()]: os.path.join(path, folder) for folder in sorted(folders)}
+
+
+def _local_folder(
+    folder: str, config_name: str | None, split: str, cache_dir: str | None
+) -> "dict[str, Dataset] | DatasetDict":
+    """A folder as `datasets` reads it: parquet, CSV, images and more, or what `save_to_disk` wrote."""
+    import datasets
+
+    path = _existing_folder(folder, "--dataset_name")
+    try:
+        if Path(path, datasets.config.DATASET_STATE_JSON_FILENAME).exists():
+            return {split: datasets.load_from_disk(path)}
+        if Path(path, datasets.config.DATASETDICT_JSON_FILENAME).exists():
+            return datasets.load_from_disk(path)
+        return datasets.load_dataset(path, config_name, cache_dir=cache_dir)
+    except datasets.data_files.EmptyDatasetError as error:
+        raise UserError(f"--dataset_name {folder}: there are no data in this folder ({path})") from error
+    except Exception as error:
+        raise UserError(f"--dataset_name {folder} cannot be read: {_reason(error)}") from error
+
+
+def _from_hub(name: str, config_name: str | None, cache_dir: str | None) -> "DatasetDict":
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, config_name, cache_dir=cache_dir)
+    except Exception as error:
+        offline = "; HF_HUB_OFFLINE is set" if datasets.config.HF_HUB_OFFLINE else ""
+        raise UserError(
+            f"--dataset_name {name} is neither a local folder ({Path(name).resolve()} does not exist) "
+            f"nor could it be loaded from the Hub ({_reason(error)}{offline})"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the error beneath `datasets`' general ones."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    message = str(error).strip().split("\n")[0]
+    if "corresponds to no data" in message:  # how `datasets` says it of files without rows
+        return "it is empty"
+    return f"{type(error).__name__}: {message}"
+
+
+def _find_image_column(dataset: "Dataset", wanted: str | None, where: str) -> str:
+    import datasets
+
+    columns = dataset.column_names
+    if wanted is not None:
+        if wanted not in columns:
+            raise UserError(f"`--image_column' value '{wanted}' needs to be one of: {', '.join(columns)}")
+        return wanted
+    images = [
+        column
+        for column, feature in dataset.features.items()
+        # Parquet files written without `datasets` hold plain structs.
+        if isinstance(feature, datasets.Image) or (isinstance(feature, dict) and set(feature) == {"bytes", "path"})
+    ]
+    if len(images) != 1:
+        found = f"several image columns ({', '.join(images)})" if images else "no image column"
+        raise UserError(f"{where} has {found}; name the one to use with --image_column, one of: {', '.join(columns)}")
+    return images[0]
+
+
+def _without_decoding(dataset: "Dataset", image_column: str, where: str) -> "Dataset":
+    import datasets
+
+    try:
+        return dataset.cast_column(image_column, datasets.Image(decode=False))
+    except Exception as error:
+        kind = dataset.features[image_column]
+        raise UserError(f"column '{image_column}' of {where} does not hold images but {kind}") from error

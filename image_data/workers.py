@@ -1,0 +1,52 @@
+"""Worker processes: torch's DataLoader, made fit for what happens to a training job."""
+
+import logging
+import signal
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+logger = logging.getLogger(__name__)
+
+
+def load_in_workers(dataset: Dataset, items: Iterable, num_workers: int) -> Iterator[Any]:
+    """`dataset[item]` for each of `items`, in their order, computed ahead by worker processes.
+
+    With zero workers it is computed here. Closing the iterator ends the workers.
+    """
+    try:
+        results = iter(_loader(dataset, items, num_workers))
+    except OSError as error:
+        if num_workers == 0:
+            raise
+        logger.warning(f"{num_workers} data workers could not be started ({error}); decoding in the main process")
+        results = iter(_loader(dataset, items, 0))
+    yield from results
+
+
+def _loader(dataset: Dataset, items: Iterable, num_workers: int) -> DataLoader:
+    return DataLoader(
+        dataset,
+        sampler=items,
+        batch_size=None,
+        num_workers=num_workers,
+        collate_fn=_unchanged,
+        worker_init_fn=_ignore_signals,
+        # Its own generator, or else starting the workers would draw from the global one, which may feed the dropout.
+        generator=torch.Generator(),
+    )
+
+
+def _unchanged(result: Any) -> Any:
+    # Arrays stay arrays, which come back through a pipe. Tensors would come back through /dev/shm, which is 64 MB in
+    # a container, and to overrun it kills the run.
+    return result
+
+
+def _ignore_signals(worker_id: int) -> None:
+    # torchrun and Ctrl-C signal the whole process group. The main process decides when to stop, and it has a
+    # checkpoint to write first, during which its workers must not die.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
