@@ -1,0 +1,36 @@
+# Every target works in a fresh clone: the virtual environment is made on first use.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ENVIRONMENT = .venv/bin/python
+
+.PHONY: demo test lint format clean
+
+demo: .venv/.installed ## train the embedded digits and look at samples
+	@$(ENVIRONMENT) train_unconditional.py --config configs/digits.yaml --output_dir runs/demo --overwrite_output_dir
+	@echo
+	@echo "Look at runs/demo/samples/step-1000.png, and at the curves with"
+	@echo "  .venv/bin/tensorboard --logdir runs/demo/logs"
+
+test: .venv/.installed-dev ## the whole test suite
+	@$(ENVIRONMENT) -m pytest
+
+lint: .venv/.installed-dev
+	@$(ENVIRONMENT) -m ruff check .
+	@$(ENVIRONMENT) -m ruff format --check .
+
+format: .venv/.installed-dev
+	@$(ENVIRONMENT) -m ruff check --fix .
+	@$(ENVIRONMENT) -m ruff format .
+
+clean:
+	rm -rf .venv runs .pytest_cache .ruff_cache
+
+$(ENVIRONMENT):
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: requirements.txt | $(ENVIRONMENT)
+	$(ENVIRONMENT) -m pip install --quiet -r requirements.txt
+	@touch $@
+
+.venv/.installed-dev: requirements-dev.txt .venv/.installed
+	$(ENVIRONMENT) -m pip install --quiet -r requirements-dev.txt
+	@touch $@

@@ -1,0 +1,90 @@
+"""What several tests share: a run of the training script in this process, and a network small enough for it."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+SHARED_DATA = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def tiny_network(tmp_path_factory) -> Path:
+    """The paper's network with few channels, for 8x8 grey images: a step takes milliseconds."""
+    from diffusers import UNet2DModel
+
+    from training.model import PAPER_ARITHMETIC
+
+    folder = tmp_path_factory.mktemp("tiny") / "network"
+    unet = UNet2DModel(
+        **{**PAPER_ARITHMETIC, "norm_num_groups": 4, "layers_per_block": 1},
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        block_out_channels=(8, 16),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        dropout=0.1,
+    )
+    unet.save_config(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory) -> Path:
+    """Decoded data of the tests, away from the user's."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def tiny_flags(tiny_network, cache_dir) -> list[str]:
+    """Digits, the tiny network, and little of everything."""
+    return [
+        "--dataset_name=digits",
+        f"--model_config_name_or_path={tiny_network}",
+        f"--cache_dir={cache_dir}",
+        "--resolution=8",
+        "--no_random_flip",
+        "--train_batch_size=16",
+        "--lr_warmup_steps=2",
+        "--ema_max_decay=0.9",
+        "--eval_batch_size=4",
+        "--ddpm_num_inference_steps=5",
+        "--logging_steps=1",
+        "--logger=none",
+    ]
+
+
+@pytest.fixture
+def train(tiny_flags, monkeypatch) -> Callable[..., Path]:
+    """Run the training script with the tiny flags and these; the folder of the run is returned."""
+    from accelerate.state import AcceleratorState
+
+    import train_unconditional
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(output_dir: Path, *flags: str) -> Path:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        arguments = ["train_unconditional.py", *tiny_flags, f"--output_dir={output_dir}", *flags]
+        monkeypatch.setattr(sys, "argv", arguments)
+        torch.set_num_threads(1)
+        train_unconditional.main()
+        return output_dir
+
+    yield run
+    logging.getLogger().handlers.clear()
+
+
+def metrics_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics_of(run)]

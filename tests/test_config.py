@@ -1,0 +1,190 @@
+"""Flags, YAML and defaults: one source, and every mistake is one line."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from common.errors import UserError
+from training.config import (
+    Batch,
+    TrainingConfig,
+    parse_config,
+    resolve_batch,
+    resolve_steps,
+    save_config,
+    with_resolved,
+)
+
+# The command of a reproduction on eight GPUs, as its author typed it.
+CIFAR10_COMMAND = """
+    --dataset_name=uoft-cs/cifar10 --resolution=32 --random_flip --output_dir=somewhere --train_batch_size=16
+    --num_epochs=2048 --use_ema --learning_rate=2e-4 --lr_scheduler=constant_with_warmup --lr_warmup_steps=5000
+    --logger=tensorboard --checkpointing_steps=200000
+"""
+
+
+def parse(*flags: str) -> TrainingConfig:
+    return parse_config(["--dataset_name=digits", *flags])
+
+
+def test_the_cifar10_command_means_what_its_author_meant():
+    config = parse_config(CIFAR10_COMMAND.split())
+    assert resolve_batch(config, num_processes=8) == Batch(per_device=16, accumulation=1, total=128)
+    assert resolve_steps(config, steps_per_epoch=50_000 // 128) == 798_720
+    assert (config.learning_rate, config.lr_warmup_steps, config.lr_scheduler) == (2e-4, 5000, "constant_with_warmup")
+    assert (config.adam_beta1, config.adam_beta2, config.adam_weight_decay, config.max_grad_norm) == (0.9, 0.999, 0, 1)
+    assert (config.use_ema, config.ema_max_decay, config.ema_warmup) == (True, 0.9999, False)
+    assert (config.dropout, config.variance_type, config.prediction_type) == (0.1, "fixed_large", "epsilon")
+    assert (config.random_flip, config.checkpointing_steps, config.logger) == (True, 200_000, "tensorboard")
+
+
+def test_the_recipe_is_the_default():
+    recipe = parse_config([f"--config={ROOT / 'configs' / 'cifar10.yaml'}"])
+    plain = parse_config(["--dataset_name=uoft-cs/cifar10"])
+    given = {"channels", "config", "output_dir", "max_train_steps", "checkpointing_steps", "save_images_steps",
+             "eval_batch_size"}  # fmt: skip
+    assert {name for name in vars(plain) if getattr(plain, name) != getattr(recipe, name)} == given
+    assert resolve_batch(recipe, 1).total == 128
+    assert resolve_steps(plain, 390) == recipe.max_train_steps == 800_000
+
+
+def test_no_data_named_means_the_embedded_digits():
+    config = parse_config([])
+    assert (config.dataset_name, config.resolution, config.random_flip) == ("digits", 8, False)
+
+
+def test_flags_override_the_file(tmp_path):
+    file = tmp_path / "my config.yaml"
+    file.write_text("dataset_name: digits\nlearning_rate: 3e-4\nresolution: 16\nuse_ema: false\nchannels: 1\n")
+    config = parse_config(["--config", str(file), "--resolution=8"])
+    assert (config.learning_rate, config.resolution, config.use_ema, config.channels) == (3e-4, 8, False, "1")
+    assert parse_config([f"--config={file}", "--use_ema"]).use_ema is True
+    assert parse_config([f"--config={file}", "--train_data_dir=photos"]).dataset_name is None
+
+
+def test_the_names_of_diffusers_are_accepted():
+    flags = """
+        --dataset_config_name=x --overwrite_output_dir --cache_dir=c --center_crop --eval_batch_size=4
+        --dataloader_num_workers=0 --save_images_epochs=10 --save_model_epochs=10 --max_train_steps=5
+        --gradient_accumulation_steps=2 --adam_epsilon=1e-8 --ema_inv_gamma=1 --ema_power=0.75 --push_to_hub
+        --hub_token=t --hub_model_id=me/it --hub_private_repo --logging_dir=logs --mixed_precision=bf16
+        --prediction_type=sample --ddpm_num_steps=1000 --report_to=none --ddpm_num_inference_steps=1000
+        --ddpm_beta_schedule=squaredcos_cap_v2 --checkpoints_total_limit=2 --resume_from_checkpoint=latest
+        --image_column=img --max_train_samples=10 --model-config-name-or-path=m
+    """
+    config = parse(*flags.split())
+    assert (config.logger, config.model_config_name_or_path, config.center_crop) == ("none", "m", True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--resoluton=32"], "did you mean --resolution?"),
+        (["--lr_warmup", "5"], "did you mean --lr_warmup_steps?"),
+        (["--no_use_emma"], "did you mean --no_use_ema?"),
+        (["--resolution=big"], "invalid int value: 'big'"),
+        (["--logger=mlflow"], "choose from"),
+        (["--mixed_precision=int8"], "choose from"),
+        (["--variance_type=fixed_large_log"], "choose from"),
+        (["--dropout=1"], "--dropout 1.0: must be at least 0 and below 1"),
+        (["--train_batch_size=0"], "--train_batch_size 0: must be greater than 0"),
+        (["--learning_rate=-1"], "--learning_rate -1.0: must be greater than 0"),
+        (["--ddpm_num_inference_steps=2000"], "more than the 1000 steps"),
+        (["--logger=wandb", "--hub_token=hf_secret"], "hf auth login"),
+        (["--config"], "needs the name"),
+        (["--config=missing.yaml"], "missing.yaml: cannot be read"),
+    ],
+)
+def test_mistakes_are_explained(flags, message):
+    with pytest.raises(UserError) as caught:
+        parse(*flags)
+    assert message in str(caught.value)
+    assert "hf_secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 1", "did you mean learning_rate?"),
+        ("resolution: big", "invalid int value: 'big'"),
+        ("resolution: [8]", "must be a single value"),
+        ("- resolution", "'name: value' lines"),
+        ("a: b: c", "not valid YAML"),
+    ],
+)
+def test_mistakes_in_the_file_are_explained(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        parse_config([f"--config={tmp_path / 'c.yaml'}"])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "expected"),
+    [
+        ([], 1, (128, 1, 128)),
+        ([], 8, (16, 1, 128)),
+        (["--gradient_accumulation_steps=4"], 2, (16, 4, 128)),
+        (["--train_batch_size=16"], 2, (16, 1, 32)),
+        (["--train_batch_size=16", "--total_batch_size=128"], 2, (16, 4, 128)),
+        (["--total_batch_size=64"], 2, (32, 1, 64)),
+        (["--train_batch_size=8", "--total_batch_size=64", "--gradient_accumulation_steps=4"], 2, (8, 4, 64)),
+    ],
+)
+def test_batch_follows_from_what_is_given(flags, processes, expected):
+    assert resolve_batch(parse(*flags), processes) == Batch(*expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [
+        ([], 3),
+        (["--train_batch_size=16", "--total_batch_size=128"], 3),
+        (["--train_batch_size=16", "--total_batch_size=8"], 1),
+        (["--total_batch_size=2"], 4),
+        (["--train_batch_size=8", "--total_batch_size=64", "--gradient_accumulation_steps=4"], 1),
+    ],
+)
+def test_batch_that_does_not_work_out(flags, processes):
+    with pytest.raises(UserError, match="--total_batch_size"):
+        resolve_batch(parse(*flags), processes)
+
+
+def test_saved_configuration_repeats_the_run(tmp_path):
+    given = parse("--train_batch_size=16", "--num_epochs=3", "--learning_rate=1e-5", "--hub_token=hf_secret")
+    resolved = with_resolved(given, resolve_batch(given, 2), resolve_steps(given, 10), channels=1)
+    save_config(resolved, tmp_path / "config.yaml")
+    assert "hf_secret" not in (tmp_path / "config.yaml").read_text()
+    again = parse_config([f"--config={tmp_path / 'config.yaml'}"])
+    for processes, per_device in ((1, 16), (2, 16)):  # the total stays, whatever the number of processes
+        assert resolve_batch(again, processes).total == 32
+        assert resolve_batch(again, processes).per_device == per_device
+    assert resolve_steps(again, 10) == 30
+    repeated = with_resolved(again, resolve_batch(again, 2), resolve_steps(again, 10), channels=1)
+    save_config(repeated, tmp_path / "again.yaml")
+    assert (tmp_path / "again.yaml").read_text() == (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.name)
+def test_every_config_parses(file):
+    parse_config([f"--config={file}"])
+    assert yaml.safe_load(file.read_text())
+
+
+def test_help_needs_no_heavy_import():
+    """What makes --help slow is importing torch; a duration would depend on the machine."""
+    program = (
+        "import sys, runpy\n"
+        "sys.argv = ['train_unconditional.py', '--help']\n"
+        "try:\n    runpy.run_path('train_unconditional.py', run_name='__main__')\n"
+        "except SystemExit as stop:\n    print('exit', stop.code)\n"
+        "print('heavy', [name for name in ('torch', 'diffusers', 'datasets', 'accelerate') if name in sys.modules])\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "exit 0" in shown
+    assert "heavy []" in shown
+    for heading in ("data:", "network:", "diffusion:", "optimiser:", "output:", "hub:"):
+        assert heading in shown

@@ -1,0 +1,80 @@
+"""The learning rate and the moving average do what the paper's do, step by step."""
+
+import pytest
+import torch
+
+from training.config import parse_config
+from training.optimizer import build_ema, build_optimizer, learning_rate_schedule
+
+
+def config(*flags: str):
+    return parse_config(["--dataset_name=digits", *flags])
+
+
+@pytest.mark.parametrize(("step", "rate"), [(0, 0.0), (1, 4e-8), (2500, 1e-4), (5000, 2e-4), (799_999, 2e-4)])
+def test_learning_rate_of_the_paper(step, rate):
+    assert learning_rate_schedule(config(), 800_000)(step) == pytest.approx(rate, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"])
+def test_learning_rates_of_diffusers(name):
+    from diffusers.optimization import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2e-4)
+    stock = get_scheduler(name, optimizer, num_warmup_steps=10, num_training_steps=50)
+    ours = learning_rate_schedule(config(f"--lr_scheduler={name}", "--lr_warmup_steps=10"), 50)
+    for step in range(50):
+        # Polynomial ends at 1e-7 of the rate it knows, which for our pure function is 1.
+        assert ours(step) == pytest.approx(stock.get_last_lr()[0], rel=1e-6, abs=1e-7)
+        optimizer.step()
+        stock.step()
+
+
+def weights_over_time(ema, model, updates: int) -> list[float]:
+    values = []
+    for update in range(updates):
+        model.weight.data.fill_(float(update + 1))
+        ema.update()
+        values.append(ema.ema_model.weight.item())
+    return values
+
+
+def test_moving_average_is_a_copy_and_then_constant():
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    values = weights_over_time(build_ema(config("--ema_max_decay=0.9999"), model), model, 200)
+    expected = [1.0]
+    for update in range(1, 200):
+        expected.append(0.9999 * expected[-1] + 0.0001 * (update + 1))
+    assert values == pytest.approx(expected, rel=1e-13)
+
+
+def test_ramp_is_an_option():
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    ema = build_ema(config("--ema_warmup", "--ema_inv_gamma=1", "--ema_power=0.75"), model)
+    values = weights_over_time(ema, model, 50)
+    expected = [1.0]
+    for update in range(1, 50):
+        decay = min(0.9999, 1 - (1 + update) ** -0.75)
+        expected.append(decay * expected[-1] + (1 - decay) * (update + 1))
+    assert values == pytest.approx(expected, rel=1e-13)
+
+
+def test_no_moving_average():
+    assert build_ema(config("--no_use_ema"), torch.nn.Linear(1, 1)) is None
+
+
+def test_optimizer_is_adam():
+    """AdamW without decay, fused: the update of Adam as Kingma & Ba wrote it, in float64."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3).double()
+    optimizer = build_optimizer(config(), model)
+    weight = model.weight.detach().clone()
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step in range(1, 20):
+        model.weight.grad = torch.randn_like(weight)
+        model.bias.grad = torch.zeros_like(model.bias)
+        first = 0.9 * first + 0.1 * model.weight.grad
+        second = 0.999 * second + 0.001 * model.weight.grad**2
+        weight -= 2e-4 * (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
+        optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), weight, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,297 @@
+"""A run in this process: what it writes, that it repeats itself, and how it ends when something is wrong."""
+
+import pytest
+import torch
+import yaml
+from conftest import losses_of, metrics_of
+from safetensors.torch import load_file
+
+from common.errors import RunFailed, UserError
+from training.config import parse_config
+from training.output import make_output_dir
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory, tiny_flags):
+    """Twelve steps with a checkpoint and a grid at every fourth, with TensorBoard."""
+    import sys
+
+    from accelerate.state import AcceleratorState
+
+    import train_unconditional
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    output_dir = tmp_path_factory.mktemp("runs") / "twelve steps"
+    flags = ["--max_train_steps=12", "--checkpointing_steps=4", "--save_images_steps=4", "--logger=tensorboard"]
+    before, sys.argv = sys.argv, ["train_unconditional.py", *tiny_flags, f"--output_dir={output_dir}", *flags]
+    try:
+        train_unconditional.main()
+    finally:
+        sys.argv = before
+    return output_dir
+
+
+def test_what_a_run_writes(finished_run):
+    top = {path.name for path in finished_run.iterdir()}
+    assert top == {
+        "config.yaml", "metrics.jsonl", "logs", "samples", "unet", "scheduler", "model_index.json", "README.md",
+        "checkpoint-4", "checkpoint-8", "checkpoint-12",
+    }  # fmt: skip
+    assert {path.name for path in (finished_run / "samples").iterdir()} == {f"step-{s}.png" for s in (4, 8, 12)}
+    assert {path.name for path in (finished_run / "checkpoint-12").iterdir()} == {
+        "unet", "unet_ema", "optimizer.safetensors", "sampler.safetensors", "state.json", "manifest.json"
+    }  # fmt: skip
+
+
+def test_metrics(finished_run):
+    lines = metrics_of(finished_run)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    last = lines[-1]
+    for name in ("loss", "smoothed_loss", "lr", "grad_norm", "ema_decay", "images_per_second", "data_wait_share",
+                 "memory_gb", "train_seconds"):  # fmt: skip
+        assert isinstance(last[name], float), name
+    assert lines[0]["loss"] == pytest.approx(1, abs=0.05)
+    assert lines[0]["lr"] == 0
+    assert [line["lr"] for line in lines[1:]] == [1e-4] + [2e-4] * 10
+    assert all(earlier["train_seconds"] < later["train_seconds"] for earlier, later in zip(lines, lines[1:]))  # noqa: B905
+    quarters = [value for line in lines for name, value in line.items() if name.startswith("loss_q")]
+    assert len(quarters) > 3 * len(lines)
+
+
+def test_tensorboard(finished_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished_run / "logs")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 13))
+    assert [event.step for event in events.Images("test_samples")] == [4, 8, 12]
+    assert {"loss_q0", "lr", "grad_norm", "images_per_second"} <= set(events.Tags()["scalars"])
+
+
+def test_the_average_in_the_pipeline_is_that_of_the_checkpoint(finished_run):
+    pipeline = load_file(finished_run / "unet" / WEIGHTS)
+    checkpoint = load_file(finished_run / "checkpoint-12" / "unet_ema" / WEIGHTS)
+    raw = load_file(finished_run / "checkpoint-12" / "unet" / WEIGHTS)
+    assert all(torch.equal(pipeline[name], checkpoint[name]) for name in pipeline)
+    assert not all(torch.equal(pipeline[name], raw[name]) for name in pipeline)
+
+
+def test_the_run_folder_is_a_pipeline(finished_run):
+    from diffusers import DDPMPipeline, DDPMScheduler
+
+    pipeline = DDPMPipeline.from_pretrained(finished_run)
+    assert type(pipeline.scheduler) is DDPMScheduler
+    pipeline.set_progress_bar_config(disable=True)
+    images = pipeline(batch_size=2, num_inference_steps=3, output_type="np").images
+    assert images.shape == (2, 8, 8, 1)
+
+
+def test_card(finished_run):
+    text = (finished_run / "README.md").read_text()
+    assert "diffusers-training" in text
+    assert "samples/step-12.png" in text
+    assert "learning_rate" in text
+
+
+def test_two_runs_agree_bit_for_bit(finished_run, train, tmp_path):
+    again = train(tmp_path / "again", "--max_train_steps=12", "--checkpointing_steps=4", "--save_images_steps=4")
+    assert losses_of(again) == losses_of(finished_run)
+    assert_same_checkpoint(again / "checkpoint-12", finished_run / "checkpoint-12")
+    for step in (4, 8, 12):
+        name = f"samples/step-{step}.png"
+        assert (again / name).read_bytes() == (finished_run / name).read_bytes()
+
+
+def test_another_seed_is_another_run(finished_run, train, tmp_path):
+    other = train(tmp_path / "other", "--max_train_steps=2", "--seed=1")
+    assert all(a != b for a, b in zip(losses_of(other), losses_of(finished_run), strict=False))
+
+
+def test_resumed_equals_uninterrupted(finished_run, train, tmp_path):
+    flags = ["--checkpointing_steps=4", "--save_images_steps=4"]
+    train(tmp_path / "run", "--max_train_steps=4", *flags)
+    train(tmp_path / "run", "--max_train_steps=8", *flags)
+    resumed = train(tmp_path / "run", "--max_train_steps=12", *flags)
+    assert losses_of(resumed) == losses_of(finished_run)
+    assert_same_checkpoint(resumed / "checkpoint-12", finished_run / "checkpoint-12")
+
+
+def test_config_of_the_run_repeats_it(finished_run, train, tmp_path):
+    values = yaml.safe_load((finished_run / "config.yaml").read_text())
+    assert values["total_batch_size"] == 16
+    assert values["channels"] == "1"
+    again = train(tmp_path / "again", f"--config={finished_run / 'config.yaml'}", "--max_train_steps=3")
+    assert losses_of(again) == losses_of(finished_run)[:3]
+
+
+def test_accumulation_is_the_same_batch(finished_run, train, tmp_path):
+    """Only dropout, which is drawn per forward pass, may differ: without it the losses agree."""
+    flags = ["--max_train_steps=5", "--save_images_steps=100", "--model_config_name_or_path", without_dropout(tmp_path)]
+    whole = train(tmp_path / "whole", *flags)
+    parts = train(tmp_path / "parts", *flags, "--train_batch_size=4", "--total_batch_size=16")
+    assert losses_of(parts) == pytest.approx(losses_of(whole), rel=1e-5)
+    assert [line["lr"] for line in metrics_of(parts)] == [line["lr"] for line in metrics_of(whole)]
+
+
+def without_dropout(folder) -> str:
+    import json
+
+    from diffusers import UNet2DModel
+
+    from training.model import PAPER_ARITHMETIC
+
+    unet = UNet2DModel(
+        **{**PAPER_ARITHMETIC, "norm_num_groups": 4, "layers_per_block": 1},
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        block_out_channels=(8, 16),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    unet.save_config(folder / "network")
+    assert json.loads((folder / "network" / "config.json").read_text())["dropout"] == 0.0
+    return str(folder / "network")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--mixed_precision=bf16"],
+        ["--mixed_precision=fp16"],
+        ["--no_use_ema"],
+        ["--ema_warmup"],
+        ["--prediction_type=v_prediction", "--loss_weighting=min_snr"],
+        ["--prediction_type=sample", "--ddpm_beta_schedule=cosine"],
+        ["--timestep_sampler=stratified", "--loss_weighting=p2"],
+    ],
+)
+def test_options_train(flags, train, tmp_path):
+    run = train(tmp_path / "run", "--max_train_steps=12", *flags)
+    losses = losses_of(run)
+    assert sum(losses[-4:]) < sum(losses[:4])
+    assert (run / "checkpoint-12" / "unet_ema").exists() is ("--no_use_ema" not in flags)
+
+
+def test_time_budget_ends_a_run(train, tmp_path):
+    run = train(tmp_path / "run", "--max_train_steps=1000000", "--max_train_seconds=0.5")
+    steps = metrics_of(run)[-1]["step"]
+    assert 1 <= steps < 1_000_000
+    assert (run / f"checkpoint-{steps}").is_dir()
+
+
+def test_old_checkpoints_go(train, tmp_path):
+    run = train(tmp_path / "run", "--max_train_steps=5", "--checkpointing_steps=1", "--checkpoints_total_limit=2")
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_dry_run_shows_the_audit_and_makes_nothing(train, tmp_path, capsys):
+    train(tmp_path / "run", "--dry_run")
+    shown = capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    for line in (
+        "***** Running training *****",
+        "Num examples = 1797",
+        "Num Epochs = 7143",
+        "Instantaneous batch size per device = 16",
+        "Total train batch size (w. parallel, distributed & accumulation) = 16",
+        "Gradient Accumulation steps = 1",
+        "Total optimization steps = 800000",
+        "deviation(s) from the paper",
+    ):
+        assert line in shown
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(train, tmp_path, monkeypatch):
+    """The prediction is spoiled at step 7; the message names it, its timestep, and the checkpoint of step 6."""
+    import training.loop
+
+    calls, spoiled = [], []
+    original = training.loop.diffusion_loss
+
+    def spoil(model, scheduler, images, noise, timesteps):
+        losses = original(model, scheduler, images, noise, timesteps)
+        calls.append(timesteps)
+        if len(calls) == 8:
+            spoiled.append(timesteps[3].item())
+            losses = torch.where(torch.arange(len(losses)) == 3, torch.nan, losses)
+        return losses
+
+    monkeypatch.setattr(training.loop, "diffusion_loss", spoil)
+    updates = []
+    adam = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: (adam(self), updates.append(snapshot(self))))
+    with pytest.raises(RunFailed) as caught:
+        train(tmp_path / "run", "--max_train_steps=20", "--checkpointing_steps=3")
+    message = str(caught.value)
+    assert "step 7" in message
+    assert f"loss at timestep(s) {spoiled[0]} " in message
+    assert "checkpoint-6" in message
+    assert len(updates) == 8
+    assert all(torch.equal(before, after) for before, after in zip(updates[6], updates[7], strict=True))
+    assert not any(torch.equal(before, after) for before, after in zip(updates[5][:1], updates[6][:1], strict=True))
+    assert not (tmp_path / "run" / "checkpoint-9").exists()
+
+
+def test_a_gradient_that_is_not_finite_stops_too(train, tmp_path, monkeypatch):
+    real = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: real(*args) * torch.inf)
+    with pytest.raises(RunFailed, match="step 0: the gradient.*no checkpoint yet"):
+        train(tmp_path / "run", "--max_train_steps=3")
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--resolution=9"], "--resolution"),
+        (["--train_batch_size=2000"], "1797 images"),
+        (["--total_batch_size=100"], "--total_batch_size 100"),
+        (["--dataset_name=/nowhere/at/all"], "/nowhere/at/all"),
+        (["--image_column=picture"], "needs to be one of: image"),
+        (["--model_config_name_or_path=/nowhere"], "--model_config_name_or_path /nowhere"),
+        (["--channels=3"], "channels"),
+        (["--resume_from_checkpoint=/nowhere"], "no such folder"),
+    ],
+)
+def test_mistakes_leave_nothing_behind(flags, message, train, tmp_path):
+    with pytest.raises(UserError) as caught:
+        train(tmp_path / "run", *flags)
+    assert message in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_places_that_cannot_be_written(train, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file, not a folder"):
+        train(tmp_path / "file" / "run")
+    with pytest.raises(UserError, match="cannot be written|no permission"):
+        make_output_dir(parse_config(["--output_dir=/sys/run"]), is_main=True)  # not even for root
+
+
+def test_a_full_disk_at_the_start(train, tmp_path, monkeypatch):
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("training.output.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match="are free on its disk"):
+        train(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_not_overwritten_by_accident(finished_run, train):
+    before = (finished_run / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match="holds a run already"):
+        train(finished_run, "--resume_from_checkpoint=none")
+    assert (finished_run / "metrics.jsonl").read_bytes() == before
+
+
+def assert_same_checkpoint(first, second) -> None:
+    for name in (f"unet/{WEIGHTS}", f"unet_ema/{WEIGHTS}", "optimizer.safetensors", "sampler.safetensors"):
+        a, b = load_file(first / name), load_file(second / name)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[key], b[key]) for key in a), name

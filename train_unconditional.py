@@ -1,0 +1,104 @@
+#!/usr/bin/env python
+"""Train a DDPM on images, exactly as in the paper unless told otherwise.
+
+python train_unconditional.py --config configs/digits.yaml
+accelerate launch --multi_gpu train_unconditional.py --config configs/cifar10.yaml
+"""
+
+import sys
+
+from common.errors import run_script
+from training.config import (
+    parse_config,
+    resolve_batch,
+    resolve_precision,
+    resolve_steps,
+    save_config,
+    with_resolved,
+)
+
+
+def main() -> None:
+    config = parse_config(sys.argv[1:])
+
+    # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
+    from common.randomness import generator_for
+    from image_data.batches import TrainingBatches
+    from schedulers.ddpm import build_scheduler
+    from schedulers.timesteps import TIMESTEP_SAMPLERS
+    from training.banner import log_banner
+    from training.checkpoint import find_checkpoint, load_checkpoint
+    from training.images import load_training_images
+    from training.loop import TrainingState, train
+    from training.milestones import Milestones
+    from training.model import build_training_unet, check_network
+    from training.optimizer import build_ema, build_optimizer, learning_rate_schedule
+    from training.output import check_disk, check_output_dir, make_output_dir
+    from training.processes import start_processes
+    from training.publish import publish
+    from training.tracking import Tracking
+
+    precision = resolve_precision(config)
+    processes = start_processes(config, precision)
+    batch = resolve_batch(config, processes.count)
+    check_output_dir(config)
+    check_network(config)
+
+    # The images, and which of them make up which step.
+    images, channels, num_workers = load_training_images(config, processes)
+    batches = TrainingBatches(
+        images,
+        total_batch_size=batch.total,
+        seed=config.seed,
+        random_flip=config.random_flip,
+        process_index=processes.index,
+        num_processes=processes.count,
+        gradient_accumulation_steps=batch.accumulation,
+        num_workers=num_workers,
+    )
+    total_steps = resolve_steps(config, batches.steps_per_epoch)
+    config = with_resolved(config, batch, total_steps, channels)
+
+    # The network, the diffusion, and all that changes while training.
+    unet = build_training_unet(config, channels, generator_for(config.seed, "initialisation")).to(processes.device)
+    scheduler = build_scheduler(
+        config.ddpm_beta_schedule, config.ddpm_num_steps, config.variance_type, config.prediction_type
+    )
+    state = TrainingState(
+        unet=unet,
+        ema=build_ema(config, unet),
+        optimizer=build_optimizer(config, unet),
+        sampler=TIMESTEP_SAMPLERS[config.timestep_sampler](config.ddpm_num_steps),
+        scaler=processes.accelerator.scaler,
+    )
+
+    # Say what this run is and where it differs from the paper's.
+    check_disk(config, unet.num_parameters())
+    log_banner(config, processes, state, scheduler, batches, batch, total_steps, precision)
+    if config.dry_run:
+        return
+
+    # Make the run's folder, or go on with the run that is in it.
+    with processes.main_first():
+        checkpoint = find_checkpoint(config)
+        output_dir = make_output_dir(config, processes.is_main)
+    if checkpoint is not None:
+        load_checkpoint(state, checkpoint)
+    if processes.is_main:
+        save_config(config, output_dir / "config.yaml")
+
+    # Train.
+    model = processes.accelerator.prepare(unet)
+    learning_rate = learning_rate_schedule(config, total_steps)
+    with Tracking(config, processes, state, total_steps, batch.total) as tracking:
+        milestones = Milestones(config, processes, scheduler, tracking, batches.steps_per_epoch)
+        train(config, processes, model, state, scheduler, batches, learning_rate, total_steps, tracking, milestones)
+
+    # The run folder is a pipeline now. A card, and the Hub if asked: the other processes need not wait for it.
+    if processes.is_main:
+        publish(config, state, tracking.metrics, milestones.last_grid)
+    processes.finish()
+
+
+if __name__ == "__main__":
+    run_script(main)

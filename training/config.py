@@ -1,0 +1,398 @@
+"""What a run is told: one dataclass that is the source of the flags, the help and the YAML keys.
+
+The defaults are the paper's (Ho et al. 2020, CIFAR-10), the names are those of the diffusers examples.
+Nothing heavy is imported here, so that `--help` answers at once.
+"""
+
+import argparse
+import difflib
+import os
+import sys
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import yaml
+
+from common.errors import UserError
+from common.files import write_atomically
+
+PAPER_STEPS = 800_000
+PAPER_BATCH_SIZE = 128
+
+
+def option(default, help: str, **metadata):  # noqa: A002 (argparse's own word)
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass
+class DataOptions:
+    _argument_group_name = "data"
+
+    dataset_name: str | None = option(
+        None,
+        "Hub id or local folder of a data set, or 'digits' (embedded, and the default when no data is named).",
+    )
+    dataset_config_name: str | None = option(None, "Configuration of the data set, if it has several.")
+    train_data_dir: str | None = option(None, "Folder of images (ignored if dataset_name is given).")
+    image_column: str | None = option(None, "Column with the images; found by itself if there is only one.")
+    max_train_samples: int | None = option(None, "Use only so many images, evenly spread over the data set.")
+    cache_dir: str | None = option(
+        None, "Folder for downloaded and decoded data (default: that of datasets, and ~/.cache/exact-ddpm)."
+    )
+    resolution: int = option(32, "Size of the images; others are resized, the shorter side to this.")
+    channels: Literal["auto", "1", "3", "4"] = option("auto", "1 grey, 3 RGB, 4 RGBA; auto: 1 if all are grey.")
+    center_crop: bool = option(False, "Crop at the centre instead of at random.")
+    random_flip: bool = option(True, "Flip images horizontally at random.")
+    dataloader_num_workers: int | None = option(
+        None, "Processes that decode images (default: min(4, usable cores / processes on this machine))."
+    )
+    in_memory_limit_gb: float = option(8.0, "Decoded data up to this size is held in memory, more is streamed.")
+    on_bad_image: Literal["fail", "skip"] = option("fail", "What to do with a file that cannot be decoded.")
+
+
+@dataclass
+class NetworkOptions:
+    _argument_group_name = "network"
+
+    model_config_name_or_path: str | None = option(
+        None, "UNet2DModel configuration instead of the paper's network for this resolution."
+    )
+    dropout: float = option(0.1, "Dropout in the residual blocks.")
+
+
+@dataclass
+class DiffusionOptions:
+    _argument_group_name = "diffusion"
+
+    ddpm_num_steps: int = option(1000, "T, the number of diffusion steps.")
+    ddpm_beta_schedule: Literal[
+        "linear", "quadratic", "scaled_linear", "cosine", "squaredcos_cap_v2", "sigmoid", "constant",
+        "warmup10", "warmup50",
+    ] = option("linear", "Beta schedule, by its name in papers or in diffusers.")  # fmt: skip
+    variance_type: Literal["fixed_large", "fixed_small"] = option(
+        "fixed_large", "Variance of the ancestral steps: beta_t or the posterior's."
+    )
+    prediction_type: Literal["epsilon", "sample", "v_prediction"] = option("epsilon", "What the network predicts.")
+    timestep_sampler: Literal["uniform", "stratified"] = option("uniform", "Which timesteps a step trains on.")
+    loss_weighting: Literal["none", "min_snr", "p2"] = option("none", "Weight of the loss at each timestep.")
+
+
+@dataclass
+class OptimizerOptions:
+    _argument_group_name = "optimiser"
+
+    train_batch_size: int | None = option(None, "Images per device and forward pass.")
+    total_batch_size: int | None = option(
+        None,
+        "Images per step: train_batch_size x processes x gradient_accumulation_steps. What is not given follows "
+        f"from what is; nothing given means the paper's {PAPER_BATCH_SIZE}.",
+    )
+    gradient_accumulation_steps: int | None = option(None, "Forward passes per step.")
+    learning_rate: float = option(2e-4, "Learning rate after the warm-up.")
+    lr_scheduler: Literal[
+        "constant_with_warmup", "constant", "linear", "cosine", "cosine_with_restarts", "polynomial"
+    ] = option("constant_with_warmup", "Learning rate over the steps, as diffusers defines it.")
+    lr_warmup_steps: int = option(5000, "Steps of the warm-up, whatever the number of processes.")
+    adam_beta1: float = option(0.9, "Adam's beta1.")
+    adam_beta2: float = option(0.999, "Adam's beta2.")
+    adam_weight_decay: float = option(0.0, "Decoupled weight decay.")
+    adam_epsilon: float = option(1e-8, "Adam's epsilon.")
+    max_grad_norm: float = option(1.0, "Gradients are clipped at this norm.")
+
+
+@dataclass
+class EMAOptions:
+    _argument_group_name = "moving average of the weights"
+
+    use_ema: bool = option(True, "Keep the moving average; samples and the final model use it.")
+    ema_max_decay: float = option(0.9999, "Decay: a copy at the first update, constant from then on.")
+    ema_warmup: bool = option(False, "Let the decay rise as 1 - (1 + step / inv_gamma)^-power instead.")
+    ema_inv_gamma: float = option(1.0, "inv_gamma of --ema_warmup.")
+    ema_power: float = option(3 / 4, "power of --ema_warmup.")
+
+
+@dataclass
+class LengthOptions:
+    _argument_group_name = "length and seed"
+
+    num_epochs: int | None = option(None, "Passes over the data.")
+    max_train_steps: int | None = option(
+        None, f"Optimiser steps; comes before num_epochs. Neither given: the paper's {PAPER_STEPS}."
+    )
+    max_train_seconds: float | None = option(None, "Stop after this much pure training time (no sampling, no saving).")
+    seed: int = option(0, "All randomness is a function of this, the step and the position in the batch.")
+
+
+@dataclass
+class OutputOptions:
+    _argument_group_name = "output"
+
+    output_dir: str = option("runs/ddpm", "The run: configuration, metrics, samples, checkpoints, final pipeline.")
+    overwrite_output_dir: bool = option(False, "Delete a run that is already there.")
+    resume_from_checkpoint: str = option(
+        "latest", "A checkpoint folder, 'latest' of this run if it has one, or 'none' to start anew."
+    )
+    checkpointing_steps: int = option(5000, "Steps between checkpoints; one more is made at the end.")
+    checkpoints_total_limit: int = option(3, "Checkpoints kept.")
+    save_images_steps: int = option(5000, "Steps between sample grids; one more is drawn at the end.")
+    save_images_epochs: int | None = option(None, "Epochs between sample grids instead.")
+    save_model_epochs: int | None = option(None, "Epochs between updates of the pipeline in output_dir.")
+    eval_batch_size: int = option(16, "Images in a sample grid.")
+    ddpm_num_inference_steps: int = option(1000, "Denoising steps of the sample grids.")
+    logger: Literal["tensorboard", "wandb", "none"] = option(
+        "tensorboard", "Where curves go besides metrics.jsonl.", aliases=["--report_to"]
+    )
+    logging_dir: str = option("logs", "Folder of the curves, inside output_dir.")
+    logging_steps: int = option(50, "Steps between lines of metrics.")
+    tracker_project_name: str = option("exact-ddpm", "Project of the curves in wandb.")
+
+
+@dataclass
+class HubOptions:
+    _argument_group_name = "hub"
+
+    push_to_hub: bool = option(False, "Upload the final pipeline, card, samples and curves; never checkpoints.")
+    hub_model_id: str | None = option(None, "Repository to push to (default: the name of output_dir).")
+    hub_token: str | None = option(None, "Token for the push (default: that of `hf auth login`); never stored.")
+    hub_private_repo: bool = option(False, "Create the repository as a private one.")
+
+
+@dataclass
+class SystemOptions:
+    _argument_group_name = "precision and invocation"
+
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
+        None,
+        "Precision of the network (default: what `accelerate launch` says, else no); noise stays float32.",
+    )
+    allow_tf32: bool = option(False, "Allow TF32 matrix products on GPUs that have them.")
+    dry_run: bool = option(False, "Print the configuration and the audit against the paper, then stop.")
+    config: str | None = option(None, "YAML file with any of these options; flags override it.")
+
+
+SECTIONS = (
+    DataOptions,
+    NetworkOptions,
+    DiffusionOptions,
+    OptimizerOptions,
+    EMAOptions,
+    LengthOptions,
+    OutputOptions,
+    HubOptions,
+    SystemOptions,
+)
+
+
+@dataclass
+class TrainingConfig(
+    SystemOptions,
+    HubOptions,
+    OutputOptions,
+    LengthOptions,
+    EMAOptions,
+    OptimizerOptions,
+    DiffusionOptions,
+    NetworkOptions,
+    DataOptions,
+):
+    """All options of a training run."""
+
+
+DIGITS_CONFIG = Path(__file__).parent.parent / "configs" / "digits.yaml"
+
+# What belongs to one invocation and not to the run, or must not be written down.
+NOT_SAVED = ("config", "dry_run", "hub_token", "overwrite_output_dir", "resume_from_checkpoint")
+
+POSITIVE = (
+    "resolution", "ddpm_num_steps", "train_batch_size", "total_batch_size", "gradient_accumulation_steps",
+    "learning_rate", "max_grad_norm", "num_epochs", "max_train_steps", "max_train_seconds", "max_train_samples",
+    "checkpointing_steps", "checkpoints_total_limit", "save_images_steps", "save_images_epochs", "save_model_epochs",
+    "eval_batch_size", "ddpm_num_inference_steps", "logging_steps", "adam_epsilon", "ema_inv_gamma", "ema_power",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "lr_warmup_steps",
+    "adam_weight_decay",
+    "dataloader_num_workers",
+    "seed",
+    "in_memory_limit_gb",
+)
+BELOW_ONE = ("dropout", "adam_beta1", "adam_beta2", "ema_max_decay")
+
+
+def parse_config(arguments: list[str]) -> TrainingConfig:
+    """Flags over the YAML file over the defaults; an unknown name is an error that suggests the nearest."""
+    parser = make_parser()
+    config_file = config_file_of(arguments)
+    from_file = read_config_file(Path(config_file)) if config_file else []
+    if names_flag(arguments, "train_data_dir") and not names_flag(arguments, "dataset_name"):
+        # Flags come before the file: a folder on the command line is not ignored for the file's data set.
+        from_file = [flag for flag in from_file if not flag.startswith("--dataset_name=")]
+    *sections, unknown = parser.parse_args_into_dataclasses(
+        from_file + arguments, return_remaining_strings=True, look_for_args_file=False
+    )
+    if unknown:
+        raise UserError(unknown_name(unknown[0], "flag"))
+    config = TrainingConfig(**{name: value for section in sections for name, value in vars(section).items()})
+    validate(config)
+    return config
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """A parser that reports a mistake in one line and does not guess at abbreviations."""
+    from transformers import HfArgumentParser
+
+    class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+        """Without the spellings with hyphens, which work too, and without defaults that are None."""
+
+        def _format_action_invocation(self, action: argparse.Action) -> str:
+            return ", ".join(name for name in action.option_strings if "-" not in name.lstrip("-"))
+
+        def _get_help_string(self, action: argparse.Action) -> str | None:
+            return action.help if action.default is None else super()._get_help_string(action)
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise UserError(f"{message} (see --help)")
+
+    return Parser(
+        SECTIONS,
+        allow_abbrev=False,
+        prog=Path(sys.argv[0]).name,
+        usage="%(prog)s [--flag value ...]",
+        formatter_class=HelpFormatter,
+    )
+
+
+def config_file_of(arguments: list[str]) -> str | None:
+    """The YAML file that the flags name; the digits' when they name neither a file nor data."""
+    named = None
+    for position, argument in enumerate(arguments):
+        flag, separator, value = argument.partition("=")
+        if flag == "--config":
+            named = value if separator else next(iter(arguments[position + 1 :]), "")
+            if not named:
+                raise UserError("--config needs the name of a YAML file")
+    names_data = names_flag(arguments, "dataset_name") or names_flag(arguments, "train_data_dir")
+    return str(DIGITS_CONFIG) if named is None and not names_data else named
+
+
+def names_flag(arguments: list[str], name: str) -> bool:
+    return any(argument.partition("=")[0].replace("-", "_") == f"__{name}" for argument in arguments)
+
+
+def read_config_file(path: Path) -> list[str]:
+    """A YAML file as the flags it stands for, so that both go through the same checks."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise UserError(f"--config {path}: cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: is not valid YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path}: must be a list of 'name: value' lines, as configs/digits.yaml is")
+    names = {entry.name for entry in fields(TrainingConfig)}
+    flags = []
+    for name, value in values.items():
+        if name not in names:
+            raise UserError(f"--config {path}: " + unknown_name(str(name), "key"))
+        if isinstance(value, dict | list):
+            raise UserError(f"--config {path}: {name} must be a single value, not {value}")
+        if value is not None:
+            flags.append(f"--{name}={value}")
+    return flags
+
+
+def unknown_name(name: str, kind: str) -> str:
+    names = [entry.name for entry in fields(TrainingConfig)]
+    plain = name.partition("=")[0].lstrip("-").replace("-", "_")
+    nearest = difflib.get_close_matches(plain, [*names, *(f"no_{n}" for n in names)], n=1, cutoff=0.5)
+    prefix = "--" if kind == "flag" else ""
+    suggestion = f"; did you mean {prefix}{nearest[0]}?" if nearest else " (see --help)"
+    return f"unknown {kind} {name}{suggestion}"
+
+
+def validate(config: TrainingConfig) -> None:
+    """Values that no run can have."""
+
+    def check(names: tuple[str, ...], accepted, wanted: str) -> None:
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and not accepted(value):
+                raise UserError(f"--{name} {value}: must be {wanted}")
+
+    check(POSITIVE, lambda value: value > 0, "greater than 0")
+    check(NOT_NEGATIVE, lambda value: value >= 0, "0 or greater")
+    check(BELOW_ONE, lambda value: 0 <= value < 1, "at least 0 and below 1")
+    if config.ddpm_num_inference_steps > config.ddpm_num_steps:
+        raise UserError(
+            f"--ddpm_num_inference_steps {config.ddpm_num_inference_steps}: more than the "
+            f"{config.ddpm_num_steps} steps of the diffusion (--ddpm_num_steps)"
+        )
+    if config.logger == "wandb" and config.hub_token is not None:
+        raise UserError(
+            "--hub_token with --logger wandb would show the token in the run's page: use `hf auth login` instead"
+        )
+
+
+def save_config(config: TrainingConfig, path: Path) -> None:
+    """The configuration as YAML; `--config` of that file repeats the run."""
+    values = {name: value for name, value in asdict(config).items() if name not in NOT_SAVED}
+    ordered = {
+        entry.name: values[entry.name] for section in SECTIONS for entry in fields(section) if entry.name in values
+    }
+    write_atomically(path, yaml.safe_dump(ordered, sort_keys=False))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images per device and forward pass, forward passes per step, images per step."""
+
+    per_device: int
+    accumulation: int
+    total: int
+
+
+def resolve_batch(config: TrainingConfig, num_processes: int) -> Batch:
+    """What is given of the three numbers, and what follows for the others."""
+    per_device, accumulation = config.train_batch_size, config.gradient_accumulation_steps
+    total = config.total_batch_size
+    if total is None:
+        total = PAPER_BATCH_SIZE if per_device is None else per_device * num_processes * (accumulation or 1)
+    if per_device is None:
+        per_device = max(1, total // (num_processes * (accumulation or 1)))
+    if accumulation is None:
+        accumulation = max(1, total // (per_device * num_processes))
+    product = per_device * num_processes * accumulation
+    if product != total:
+        raise UserError(
+            f"--total_batch_size {total} is not {per_device} per device (--train_batch_size) x {num_processes} "
+            f"process(es) x {accumulation} (--gradient_accumulation_steps) = {product}; change one of them"
+        )
+    return Batch(per_device, accumulation, total)
+
+
+def resolve_steps(config: TrainingConfig, steps_per_epoch: int) -> int:
+    if config.max_train_steps is not None:
+        return config.max_train_steps
+    return PAPER_STEPS if config.num_epochs is None else config.num_epochs * steps_per_epoch
+
+
+def with_resolved(config: TrainingConfig, batch: Batch, total_steps: int, channels: int) -> TrainingConfig:
+    """The configuration with what it left open filled in, so that it repeats the run on other machines too.
+
+    The total batch is what must stay; how it is divided follows from it and the number of processes.
+    """
+    return replace(
+        config,
+        train_batch_size=batch.per_device,
+        gradient_accumulation_steps=None,
+        total_batch_size=batch.total,
+        max_train_steps=total_steps,
+        channels=str(channels),
+    )
+
+
+def resolve_precision(config: TrainingConfig) -> str:
+    """The flag, or what `accelerate launch --mixed_precision` says."""
+    return config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")

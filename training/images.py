@@ -1,0 +1,70 @@
+"""The images of a run, as the configuration names them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from image_data.batches import default_num_workers
+from image_data.sources import load_images
+from image_data.store import prepare_images
+
+if TYPE_CHECKING:
+    from image_data.store import InMemoryImages, StreamedImages
+    from training.config import TrainingConfig
+    from training.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+
+def load_training_images(
+    config: TrainingConfig, processes: Processes
+) -> tuple[InMemoryImages | StreamedImages, int, int]:
+    """The images, decoded once per machine; their number of channels; and the number of workers that stream them."""
+    from datasets.utils.logging import disable_progress_bar
+
+    if not processes.is_local_main:
+        disable_progress_bar()
+    num_workers = config.dataloader_num_workers
+    if num_workers is None:
+        num_workers = default_num_workers(processes.local_count)
+    with processes.main_first():
+        source = load_images(
+            dataset_name=config.dataset_name,
+            dataset_config_name=config.dataset_config_name,
+            train_data_dir=config.train_data_dir,
+            image_column=config.image_column,
+            cache_dir=config.cache_dir,
+            max_train_samples=config.max_train_samples,
+        )
+    channels = source.detect_channels() if config.channels == "auto" else int(config.channels)
+    images = prepare_images(
+        source,
+        resolution=config.resolution,
+        channels=channels,
+        center_crop=config.center_crop,
+        memory_limit_bytes=int(config.in_memory_limit_gb * 2**30),
+        num_workers=num_workers,
+        on_bad_image=config.on_bad_image,
+        cache_dir=Path(config.cache_dir or default_cache_dir()),
+        work_here=processes.is_local_main,
+        wait=processes.wait,
+    )
+    logger.info(
+        "%s: %d images with %d channel(s); data workers where needed: %d",
+        source.name,
+        len(images),
+        channels,
+        num_workers,
+    )
+    if images.skipped:
+        listed = "\n".join(f"  {name}" for name in images.skipped[:20])
+        more = f"\n  and {len(images.skipped) - 20} more" if len(images.skipped) > 20 else ""
+        logger.warning("%d image(s) could not be decoded and are left out:\n%s%s", len(images.skipped), listed, more)
+    return images, channels, num_workers
+
+
+def default_cache_dir() -> str:
+    return os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "exact-ddpm")

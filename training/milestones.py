@@ -1,0 +1,162 @@
+"""What happens between steps: sample grids, checkpoints, and the run folder as a pipeline."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.files import replace_folder
+from common.progress import progress_bar
+from generation.denoise import denoise, to_uint8
+from generation.grid import image_grid, side_by_side
+from training.checkpoint import checkpoints, save_checkpoint
+
+if TYPE_CHECKING:
+    from schedulers.ddpm import ExactDDPMScheduler
+    from training.config import TrainingConfig
+    from training.loop import TrainingState
+    from training.processes import Processes
+    from training.tracking import Tracking
+
+logger = logging.getLogger(__name__)
+
+# The grid at the end is left out of a run that took less time than drawing it would, beyond this.
+FREE_SAMPLING_SECONDS = 60
+
+
+class Milestones:
+    """Knows when something is due, as a function of the step, and does it. Time spent here is not training time."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        processes: Processes,
+        scheduler: ExactDDPMScheduler,
+        tracking: Tracking,
+        steps_per_epoch: int,
+    ):
+        self.config = config
+        self.processes = processes
+        self.tracking = tracking
+        self.output_dir = Path(config.output_dir)
+        self.image_steps = (
+            config.save_images_epochs * steps_per_epoch if config.save_images_epochs else config.save_images_steps
+        )
+        self.model_steps = config.save_model_epochs * steps_per_epoch if config.save_model_epochs else None
+        # beta_t is the right variance between neighbours only; over longer steps the posterior's is (section 3.2).
+        short = config.ddpm_num_inference_steps < config.ddpm_num_steps
+        settings = dict(scheduler.config) | ({"variance_type": "fixed_small"} if short else {})
+        self.sampling_scheduler = type(scheduler).from_config(settings)
+        self.plain_scheduler = scheduler.plain()
+        self.last_grid: Path | None = None
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        return next(reversed(checkpoints(self.output_dir)), None)
+
+    def due(self, step: int) -> bool:
+        cadences = (self.image_steps, self.model_steps, self.config.checkpointing_steps)
+        return any(cadence and step % cadence == 0 for cadence in cadences)
+
+    def reach(self, state: TrainingState, finished: bool) -> None:
+        """Do what is due after a step. A checkpoint comes last: what it stands for has then been written."""
+        step = state.step
+        if not (finished or self.due(step)):
+            return
+        with self.tracking.paused():
+            state.train_seconds = self.tracking.clock.train_seconds
+            if step % self.image_steps == 0 or (finished and self._worth_a_grid(state)):
+                self.draw_samples(state)
+            if finished or (self.model_steps and step % self.model_steps == 0):
+                self.save_pipeline(state)
+            if self.processes.is_main and (finished or step % self.config.checkpointing_steps == 0):
+                folder = save_checkpoint(state, self.output_dir, self.config.checkpoints_total_limit)
+                logger.info("Saved %s", folder)
+            self.processes.wait()
+
+    def _worth_a_grid(self, state: TrainingState) -> bool:
+        """Whether the grid at the end takes at most a minute, or at most as long as the training did."""
+        share = self._my_seeds()
+        with torch.inference_mode():
+            probe = torch.zeros(len(share), *self._shape(state), device=self.processes.device)
+            seconds = []
+            for _ in range(2):  # the first pass also warms up
+                start = time.perf_counter()
+                state.unet(probe, 0)
+                self.processes.synchronize()
+                seconds.append(time.perf_counter() - start)
+        passes = self.config.ddpm_num_inference_steps * len(state.sampling_weights)
+        estimate = seconds[-1] * passes
+        too_long = self.processes.any(estimate > max(FREE_SAMPLING_SECONDS, state.train_seconds))
+        if too_long and self.processes.is_main:
+            logger.info(
+                "No sample grid at the end: drawing it would take about %.0f s after %.0f s of training; "
+                "fewer --ddpm_num_inference_steps or a smaller --eval_batch_size make it cheaper",
+                estimate,
+                state.train_seconds,
+            )
+        return not too_long
+
+    def _shape(self, state: TrainingState) -> tuple[int, int, int]:
+        network = state.unet.config
+        return network.in_channels, network.sample_size, network.sample_size
+
+    def _my_seeds(self) -> torch.Tensor:
+        """This process's share of the seeds 0, 1, ...: as many on each, the last ones twice where needed."""
+        per_process = -(-self.config.eval_batch_size // self.processes.count)
+        seeds = torch.arange(per_process) * self.processes.count + self.processes.index
+        return (seeds % self.config.eval_batch_size).to(self.processes.device)
+
+    def draw_samples(self, state: TrainingState) -> None:
+        """The same images at every visit, in a grid for each kind of weights; every process draws its share."""
+        pictures = {}
+        steps = self.config.ddpm_num_inference_steps
+        bar = progress_bar(
+            total=steps * len(state.sampling_weights),
+            desc="Sampling",
+            leave=False,
+            disable=not self.processes.is_local_main,
+        )
+        for weights, unet in state.sampling_weights.items():
+            unet.eval()
+            with self.processes.accelerator.autocast():
+                samples = denoise(
+                    unet, self.sampling_scheduler, self._my_seeds(), self._shape(state), steps, bar.update
+                )
+            images = self.processes.accelerator.gather(to_uint8(samples)).cpu()
+            # Process r drew the seeds r, r + n, r + 2n, ...
+            images = images.unflatten(0, (self.processes.count, -1)).transpose(0, 1).flatten(0, 1)
+            images = images[: self.config.eval_batch_size]
+            columns = max(1, round(len(images) ** 0.5))
+            pictures[f"{weights}, step {state.step}"] = image_grid(images, columns)
+        state.unet.train()
+        bar.close()
+        if not self.processes.is_main:
+            return
+        picture = side_by_side(pictures)
+        self.last_grid = self.output_dir / "samples" / f"step-{state.step}.png"
+        self.last_grid.parent.mkdir(exist_ok=True)
+        aside = self.last_grid.with_suffix(".tmp")
+        picture.save(aside, format="png")
+        aside.replace(self.last_grid)
+        self.tracking.log_picture("test_samples", picture, state.step)
+
+    def save_pipeline(self, state: TrainingState) -> None:
+        """The run folder as a stock DDPMPipeline, with the moving average as its weights."""
+        if not self.processes.is_main:
+            return
+        from diffusers import DDPMPipeline
+
+        unet = state.unet if state.ema is None else state.ema.ema_model
+        aside = self.output_dir / ".pipeline.tmp"
+        shutil.rmtree(aside, ignore_errors=True)
+        DDPMPipeline(unet=unet, scheduler=self.plain_scheduler).save_pretrained(aside, safe_serialization=True)
+        for part in ("unet", "scheduler"):
+            replace_folder(aside / part, self.output_dir / part)
+        (aside / "model_index.json").replace(self.output_dir / "model_index.json")
+        shutil.rmtree(aside)
