@@ -8,6 +8,7 @@ accelerate launch --multi_gpu train_unconditional.py --config configs/cifar10.ya
 import sys
 
 from common.errors import run_script
+from common.launch import honour_requested_processes
 from training.config import (
     parse_config,
     resolve_batch,
@@ -20,6 +21,7 @@ from training.config import (
 
 def main() -> None:
     config = parse_config(sys.argv[1:])
+    honour_requested_processes()
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.randomness import generator_for

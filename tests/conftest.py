@@ -62,7 +62,7 @@ def tiny_flags(tiny_network, cache_dir) -> list[str]:
 
 @pytest.fixture
 def train(tiny_flags, monkeypatch) -> Callable[..., Path]:
-    """Run the training script with the tiny flags and these; the folder of the run is returned."""
+    """Run the training script with these flags over the tiny ones (or another base); the run's folder is returned."""
     from accelerate.state import AcceleratorState
 
     import train_unconditional
@@ -70,9 +70,9 @@ def train(tiny_flags, monkeypatch) -> Callable[..., Path]:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    def run(output_dir: Path, *flags: str) -> Path:
+    def run(output_dir: Path, *flags: str, base: list[str] = tiny_flags) -> Path:
         AcceleratorState._reset_state(reset_partial_state=True)
-        arguments = ["train_unconditional.py", *tiny_flags, f"--output_dir={output_dir}", *flags]
+        arguments = ["train_unconditional.py", *base, f"--output_dir={output_dir}", *flags]
         monkeypatch.setattr(sys, "argv", arguments)
         torch.set_num_threads(1)
         train_unconditional.main()

@@ -91,17 +91,26 @@ def start_processes(config: TrainingConfig, precision: str) -> Processes:
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import DistributedDataParallelKwargs
 
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     try:
         accelerator = Accelerator(
+            # Where there is no GPU, accelerate joins the others only when told to use the CPU; otherwise each
+            # process would believe itself alone and all would write the same run.
+            cpu=world_size > 1 and not torch.accelerator.is_available(),
             mixed_precision=precision,
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
-                # The network has no buffers to broadcast; buckets double as gradients to save a copy.
-                DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+                # The buckets that are exchanged double as gradients, which saves a copy of them.
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             ],
         )
     except ValueError as error:  # fp16 or bf16 where the device has none, for example
         raise UserError(f"--mixed_precision {precision}: {error}") from error
+    if accelerator.num_processes != world_size:
+        raise UserError(
+            f"{world_size} processes were started (WORLD_SIZE), but {accelerator.num_processes} found each other: "
+            f"start them with torchrun or accelerate launch"
+        )
     processes = Processes(accelerator)
     set_up_logging(processes.is_main)
     logger.info(accelerator.state)

@@ -34,16 +34,16 @@ class Clock:
 
     def __init__(self, train_seconds: float):
         self._before = train_seconds
-        self._since = time.perf_counter()
+        self._since: float | None = time.perf_counter()
         self.data_seconds = 0.0
 
     @property
     def train_seconds(self) -> float:
-        return self._before + time.perf_counter() - self._since
+        return self._before + (0 if self._since is None else time.perf_counter() - self._since)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        self._before = self.train_seconds
+        self._before, self._since = self.train_seconds, None
         yield
         self._since = time.perf_counter()
 

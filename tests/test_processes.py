@@ -1,0 +1,109 @@
+"""Real processes under every launcher: the same run, whatever starts it and however many share it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, losses_of, metrics_of
+from PIL import Image
+from safetensors.torch import load_file
+
+BIN = Path(sys.executable).parent
+FLAGS = ["--max_train_steps=6", "--save_images_steps=3", "--checkpointing_steps=3", "--dropout=0"]
+
+
+def launch(launcher: list[str], flags: list[str], succeed: bool = True) -> subprocess.CompletedProcess:
+    # One thread each: two processes with two threads on two cores stand in each other's way.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*launcher, "train_unconditional.py", *flags], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode == 0) is succeed, done.stderr
+    return done
+
+
+def torchrun(processes: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_flags, tiny_network, tmp_path_factory) -> list[str]:
+    """The tiny network without dropout, which is drawn per process: then the number of processes changes nothing."""
+    settings = json.loads((tiny_network / "config.json").read_text()) | {"dropout": 0.0}
+    network = tmp_path_factory.mktemp("network")
+    (network / "config.json").write_text(json.dumps(settings))
+    return [*tiny_flags, *FLAGS, f"--model_config_name_or_path={network}", "--total_batch_size=16"]
+
+
+@pytest.fixture(scope="module")
+def alone(flags, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("alone") / "run"
+    launch([sys.executable], [*flags, f"--output_dir={run}"])
+    return run
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        torchrun(2),
+        [str(BIN / "accelerate"), "launch", "--cpu", "--num_processes", "2"],
+        [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"],
+    ],
+    ids=["torchrun", "accelerate-cpu", "accelerate-multi"],
+)
+def test_two_processes_make_the_same_run(launcher, flags, alone, tmp_path):
+    run = tmp_path / "run"
+    done = launch(launcher, [*flags, f"--output_dir={run}", "--train_batch_size=8"])
+    assert "Num processes: 2" in done.stderr
+    assert done.stderr.count("***** Running training *****") == 1
+    assert losses_of(run) == pytest.approx(losses_of(alone), rel=1e-5)
+    lines, lines_alone = metrics_of(run), metrics_of(alone)
+    assert [line["lr"] for line in lines] == [line["lr"] for line in lines_alone]
+    for name in ("grad_norm", "loss_q0", "loss_q3"):
+        ours = [line[name] for line in lines if name in line]
+        assert ours == pytest.approx([line[name] for line in lines_alone if name in line], rel=1e-4)
+    ours, theirs = (np.asarray(Image.open(folder / "samples" / "step-6.png")).astype(int) for folder in (run, alone))
+    assert np.abs(ours - theirs).max() <= 1
+
+
+def test_accelerate_launch_with_one_process(flags, alone, tmp_path):
+    run = tmp_path / "run"
+    launch([str(BIN / "accelerate"), "launch"], [*flags, f"--output_dir={run}"])
+    assert losses_of(run) == losses_of(alone)
+
+
+def test_a_fresh_process_continues_bit_for_bit(flags, alone, tmp_path):
+    run = tmp_path / "run"
+    launch([sys.executable], [*flags, f"--output_dir={run}", "--max_train_steps=3"])
+    launch([sys.executable], [*flags, f"--output_dir={run}"])
+    assert losses_of(run) == losses_of(alone)
+    for name in ("unet/diffusion_pytorch_model", "unet_ema/diffusion_pytorch_model", "optimizer"):
+        ours, theirs = (load_file(folder / "checkpoint-6" / f"{name}.safetensors") for folder in (run, alone))
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert (run / "samples" / "step-6.png").read_bytes() == (alone / "samples" / "step-6.png").read_bytes()
+
+
+def test_two_processes_repeat_themselves_with_dropout(tiny_flags, tmp_path):
+    runs = []
+    for number in range(2):
+        runs.append(tmp_path / f"run {number}")
+        flags = [*tiny_flags, "--train_batch_size=8", "--max_train_steps=3", f"--output_dir={runs[-1]}"]
+        launch(torchrun(2), flags)
+    assert losses_of(runs[0]) == losses_of(runs[1])
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(flags, tmp_path):
+    done = launch([sys.executable], [*flags, "--resoluton=8"], succeed=False)
+    assert done.returncode == 2
+    assert done.stderr == ("train_unconditional.py: error: unknown flag --resoluton=8; did you mean --resolution?\n")
+    done = launch([sys.executable], ["--dataset_name=/nowhere", f"--output_dir={tmp_path / 'run'}"], succeed=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("train_unconditional.py: error: ")
+    done = launch(torchrun(2), [*flags, "--train_batch_size=5"], succeed=False)
+    assert done.stderr.count("train_unconditional.py: error: --total_batch_size 16 is not 5 per device") == 1
