@@ -5,7 +5,7 @@ ENVIRONMENT = .venv/bin/python
 .PHONY: demo test lint format clean
 
 demo: .venv/.installed ## train the embedded digits and look at samples
-	@$(ENVIRONMENT) train_unconditional.py --config configs/digits.yaml --output_dir runs/demo --overwrite_output_dir
+	@$(ENVIRONMENT) train_unconditional.py --config configs/digits.yaml --output_dir runs/demo
 	@echo
 	@echo "Look at runs/demo/samples/step-1000.png, and at the curves with"
 	@echo "  .venv/bin/tensorboard --logdir runs/demo/logs"

@@ -5,6 +5,7 @@ python train_unconditional.py --config configs/digits.yaml
 accelerate launch --multi_gpu train_unconditional.py --config configs/cifar10.yaml
 """
 
+import logging
 import sys
 
 from common.errors import run_script
@@ -17,6 +18,8 @@ from training.config import (
     save_config,
     with_resolved,
 )
+
+logger = logging.getLogger("train_unconditional")
 
 
 def main() -> None:
@@ -86,6 +89,8 @@ def main() -> None:
         output_dir = make_output_dir(config, processes.is_main)
     if checkpoint is not None:
         load_checkpoint(state, checkpoint)
+        if state.step >= total_steps:
+            logger.info("The run is at step %d of %d already: nothing to train", state.step, total_steps)
     if processes.is_main:
         save_config(config, output_dir / "config.yaml")
 
@@ -98,7 +103,7 @@ def main() -> None:
 
     # The run folder is a pipeline now. A card, and the Hub if asked: the other processes need not wait for it.
     if processes.is_main:
-        publish(config, state, tracking.metrics, milestones.last_grid)
+        publish(config, state)
     processes.finish()
 
 

@@ -26,9 +26,10 @@ def denoise(
 ) -> torch.Tensor:
     """Ancestral sampling (Ho et al. 2020, algorithm 2): one image in [-1, 1] for each seed, on the seeds' device."""
     sequence = timestep_sequence(scheduler.config.num_train_timesteps, num_inference_steps)
+    on_device = torch.tensor(sequence, device=seeds.device)  # once: a number passed at each step would be copied there
     samples = standard_normal(NOISE_KEY, seeds, 0, shape)
     for number, (t, previous) in enumerate(zip(sequence, [*sequence[1:], -1], strict=True), start=1):
-        model_output = unet(samples, t).sample.float()
+        model_output = unet(samples, on_device[number - 1]).sample.float()
         samples, deviation = scheduler.posterior(model_output, t, previous, samples)
         if deviation > 0:
             samples = samples + deviation * standard_normal(NOISE_KEY, seeds, number, shape)

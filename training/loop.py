@@ -116,6 +116,8 @@ def train(
     failed_at = torch.full((), HEALTHY, device=device)
     window = Window(positions.flatten())
     model.train()
+    if is_over(config, processes, state.step, tracking.clock.train_seconds, total_steps):
+        return
 
     for pixels in tracking.timed(batches.from_step(state.step)):
         step = state.step
@@ -159,10 +161,7 @@ def train(
         tracking.advance()
 
         # A CPU can be asked after every step, a GPU where its results are fetched anyway.
-        out_of_time = config.max_train_seconds is not None and processes.any(
-            tracking.clock.train_seconds >= config.max_train_seconds
-        )
-        finished = state.step >= total_steps or out_of_time
+        finished = is_over(config, processes, state.step, tracking.clock.train_seconds, total_steps)
         log_now = finished or state.step % config.logging_steps == 0
         if (log_now or device.type == "cpu" or milestones.due(state.step)) and failed_at.item() != HEALTHY:
             raise failure(int(failed_at), state.step, window, processes, milestones.last_checkpoint)
@@ -172,6 +171,13 @@ def train(
         milestones.reach(state, finished)
         if finished:
             break
+
+
+def is_over(config: TrainingConfig, processes: Processes, step: int, seconds: float, total_steps: int) -> bool:
+    """Whether the steps are done, or the time is up on any process."""
+    if step >= total_steps or config.max_train_seconds is None:
+        return step >= total_steps
+    return processes.any(seconds >= config.max_train_seconds)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

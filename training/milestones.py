@@ -53,7 +53,6 @@ class Milestones:
         settings = dict(scheduler.config) | ({"variance_type": "fixed_small"} if short else {})
         self.sampling_scheduler = type(scheduler).from_config(settings)
         self.plain_scheduler = scheduler.plain()
-        self.last_grid: Path | None = None
 
     @property
     def last_checkpoint(self) -> Path | None:
@@ -139,11 +138,11 @@ class Milestones:
         if not self.processes.is_main:
             return
         picture = side_by_side(pictures)
-        self.last_grid = self.output_dir / "samples" / f"step-{state.step}.png"
-        self.last_grid.parent.mkdir(exist_ok=True)
-        aside = self.last_grid.with_suffix(".tmp")
+        path = self.output_dir / "samples" / f"step-{state.step}.png"
+        path.parent.mkdir(exist_ok=True)
+        aside = path.with_suffix(".tmp")
         picture.save(aside, format="png")
-        aside.replace(self.last_grid)
+        aside.replace(path)
         self.tracking.log_picture("test_samples", picture, state.step)
 
     def save_pipeline(self, state: TrainingState) -> None:

@@ -30,6 +30,7 @@ from training.config import (
     NetworkOptions,
     OptimizerOptions,
 )
+from training.tracking import METRICS_FILE
 
 if TYPE_CHECKING:
     from training.config import TrainingConfig
@@ -226,7 +227,7 @@ def hyper_parameters(config: TrainingConfig) -> dict[str, object]:
     return {name: getattr(config, name) for name in names if getattr(config, name) is not None and name not in private}
 
 
-def publish(config: TrainingConfig, state: TrainingState, metrics: dict[str, float], grid: Path | None) -> None:
+def publish(config: TrainingConfig, state: TrainingState) -> None:
     """Write the card of a finished run and, if asked, push the run."""
     output_dir = Path(config.output_dir)
     repo_id = config.hub_model_id or output_dir.resolve().name
@@ -237,8 +238,8 @@ def publish(config: TrainingConfig, state: TrainingState, metrics: dict[str, flo
         hyper_parameters=hyper_parameters(config),
         step=state.step,
         weights="raw" if state.ema is None else "moving-average",
-        grid=grid,
-        metrics=metrics,
+        grid=newest_grid(output_dir),
+        metrics=last_metrics(output_dir),
         tags=["diffusers", "diffusers-training", "unconditional-image-generation"],
     )
     if config.push_to_hub:
@@ -251,3 +252,13 @@ def publish(config: TrainingConfig, state: TrainingState, metrics: dict[str, flo
         )
         if address is not None:
             logger.info("Pushed to %s", address)
+
+
+def newest_grid(output_dir: Path) -> Path | None:
+    grids = (output_dir / "samples").glob("step-*.png")
+    return max(grids, key=lambda path: int(path.stem.removeprefix("step-")), default=None)
+
+
+def last_metrics(output_dir: Path) -> dict[str, float]:
+    lines = (output_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    return json.loads(lines[-1]) if lines else {}
