@@ -381,3 +381,27 @@ def test_the_snippet_of_the_card_loads_what_was_pushed(hub: HubServer, tmp_path:
     process = execute([sys.executable, "-c", snippet], environment(hub, tmp_path))
     assert process.returncode == 0, process.stderr
     assert (tmp_path / "sample.png").exists()
+
+
+def test_a_run_ends_with_a_push_and_outlives_a_failed_one(tiny_flags, tmp_path):
+    """The training script, from flags to the Hub; then the same with a Hub that refuses."""
+    with HubServer(TOKEN) as hub:
+        for name, status in (("good", None), ("refused", 403)):
+            if status is not None:
+                hub.fail_next(100, status)
+            flags = [*tiny_flags, "--max_train_steps=2", f"--output_dir={tmp_path / name}", "--push_to_hub"]
+            # The test's Hub does not unpack what Xet compresses, as it does weights so near to zero.
+            variables = environment(hub, tmp_path, HF_HUB_DISABLE_XET="1", OMP_NUM_THREADS="1")
+            done = subprocess.run(
+                [sys.executable, "train_unconditional.py", *flags, f"--hub_token={TOKEN}"],
+                cwd=ROOT, env=variables, capture_output=True, text=True,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            assert TOKEN not in done.stdout + done.stderr
+            written = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
+            assert not any(TOKEN.encode() in path.read_bytes() for path in written)
+            assert (tmp_path / name / "unet" / "diffusion_pytorch_model.safetensors").exists()
+            assert ("the run is safe in" in done.stderr) is (status is not None), done.stderr[-1500:]
+        pushed = hub.repositories[f"{USER}/good"].files
+    assert {"model_index.json", "README.md", "config.yaml", "metrics.jsonl", "samples/step-2.png"} <= set(pushed)
+    assert not [name for name in pushed if "checkpoint" in name or "optimizer" in name]

@@ -51,7 +51,7 @@ def save_checkpoint(state: TrainingState, output_dir: Path, total_limit: int) ->
         save_unet(state.ema.ema_model, aside / "unet_ema")
     save_file(optimizer_tensors(state), aside / "optimizer.safetensors")
     save_file(state.sampler.state_dict(), aside / "sampler.safetensors")
-    write_atomically(aside / "state.json", json.dumps(state.numbers(), indent=2))
+    write_atomically(aside / "state.json", as_json(state.numbers()))
     write_manifest(aside)
     if target.exists():  # an earlier run of the same steps, being repeated
         shutil.rmtree(target)
@@ -69,9 +69,12 @@ def write_manifest(folder: Path) -> None:
     entries = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)} for path in files
     }
-    manifest = {"format_version": FORMAT_VERSION, "files": entries}
-    write_atomically(folder / "manifest.json", json.dumps(manifest, indent=2))
+    write_atomically(folder / "manifest.json", as_json({"format_version": FORMAT_VERSION, "files": entries}))
     sync(folder)
+
+
+def as_json(value: object) -> str:
+    return json.dumps(value, indent=2)
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -83,11 +86,14 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def verify(folder: Path) -> None:
     """Raise InvalidCheckpoint unless every file is there with the size and hash it was written with."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        text = (folder / "manifest.json").read_text(encoding="utf-8")
+        manifest = json.loads(text)
         version, entries = manifest["format_version"], manifest["files"].items()
         wanted = {name: (entry["size"], entry["sha256"]) for name, entry in entries}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidCheckpoint(f"manifest.json is missing or unreadable ({type(error).__name__})") from error
+    if as_json(manifest) != text:
+        raise InvalidCheckpoint("manifest.json is not what was written")
     if version != FORMAT_VERSION:
         raise InvalidCheckpoint(f"its format is version {version}, this program reads {FORMAT_VERSION}")
     for name, (size, digest) in wanted.items():

@@ -103,7 +103,7 @@ def usage(repo_id: str) -> str:
 ```python
 from diffusers import DDPMPipeline
 
-{load_line(repo_id)}  # .to("cuda") with a GPU
+{load_line(repo_id)}  # or this folder; .to("cuda") with a GPU
 images = pipeline(batch_size=4, num_inference_steps=1000).images  # ancestral sampling, as trained
 images[0].save("sample.png")
 ```"""
