@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ENVIRONMENT = .venv/bin/python
 
-.PHONY: demo test lint format clean
+.PHONY: demo test faults lint format clean
 
 demo: .venv/.installed ## train the embedded digits and look at samples
 	@$(ENVIRONMENT) train_unconditional.py --config configs/digits.yaml --output_dir runs/demo
@@ -12,6 +12,9 @@ demo: .venv/.installed ## train the embedded digits and look at samples
 
 test: .venv/.installed-dev ## the whole test suite
 	@$(ENVIRONMENT) -m pytest
+
+faults: .venv/.installed-dev ## kill runs for a quarter of an hour or more and compare what is left
+	@$(ENVIRONMENT) tests/storm.py --kills 25
 
 lint: .venv/.installed-dev
 	@$(ENVIRONMENT) -m ruff check .
@@ -28,9 +31,10 @@ $(ENVIRONMENT):
 	$(PYTHON) -m venv .venv
 
 .venv/.installed: requirements.txt | $(ENVIRONMENT)
-	$(ENVIRONMENT) -m pip install --quiet -r requirements.txt
+	@echo "Installing requirements.txt into .venv: once, about 6 GB"
+	@$(ENVIRONMENT) -m pip install --quiet --progress-bar on -r requirements.txt
 	@touch $@
 
 .venv/.installed-dev: requirements-dev.txt .venv/.installed
-	$(ENVIRONMENT) -m pip install --quiet -r requirements-dev.txt
+	@$(ENVIRONMENT) -m pip install --quiet -r requirements-dev.txt
 	@touch $@

@@ -2,8 +2,11 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+
+from common import interruption
 
 
 class UserError(Exception):
@@ -19,11 +22,28 @@ class RunFailed(UserError):
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's `main`; a `UserError` becomes one line, said once a machine however many processes it has."""
+    """Run a script's `main`; a `UserError` becomes one line and an exit code."""
+    interruption.listen()
     try:
         main()
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            message = " ".join(str(error).split())
-            print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+        if not _speaks():
+            # Most mistakes are every process's, and the launcher ends the others when the first has said it. One
+            # that only this process has met must be said too.
+            interruption.stop_listening()
+            time.sleep(2)
+        say(f"error: {error}")
         sys.exit(error.exit_code)
+    except interruption.Interrupted as stop:
+        if _speaks():
+            say(str(stop))
+        sys.exit(interruption.EXIT_INTERRUPTED)
+
+
+def say(message: str) -> None:
+    print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def _speaks() -> bool:
+    """One process of each machine does."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -31,10 +31,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def tree_size(path: Path) -> int:
-    return sum(entry.stat().st_size for entry in path.rglob("*") if entry.is_file())
-
-
 def replace_folder(new: Path, target: Path) -> None:
     """Put a finished folder in the place of another of the same name, if there is one."""
     old = target.with_name(f".{target.name}.old")

@@ -104,10 +104,10 @@ class _Steps(Dataset):
 
 def default_num_workers(local_processes: int) -> int:
     """Data workers for each of the processes on this machine: a few, and never more than there are cores."""
-    return min(MOST_WORKERS, int(_usable_cores()) // local_processes)
+    return min(MOST_WORKERS, int(usable_cores()) // local_processes)
 
 
-def _usable_cores() -> float:
+def usable_cores() -> float:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([cores, *_cgroup_quotas()])
 

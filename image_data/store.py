@@ -24,9 +24,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
 from common.errors import UserError
+from common.progress import progress_bar
 from image_data.decode import UndecodableImage, aspect_ratio, decode_image
 from image_data.sources import ImageSource, spread
 from image_data.workers import load_in_workers
@@ -264,7 +264,7 @@ def _decode_all(decoded: _DecodedRows, num_workers: int) -> Iterator[tuple[int, 
     items = [range(start, min(start + size, count)) for start in range(0, count, size)]
     with (
         contextlib.closing(load_in_workers(decoded, items, num_workers)) as results,
-        tqdm(total=count, desc="Decoding" if decoded.keep_pixels else "Checking images", unit="images") as bar,
+        progress_bar(total=count, desc="Decoding" if decoded.keep_pixels else "Checking images", unit="images") as bar,
     ):
         for rows, outcomes in zip(items, results, strict=True):
             yield from zip(rows, outcomes, strict=True)

@@ -68,7 +68,9 @@ DIFFUSERS_NAMES = {
 }
 
 
+NAMES_OF_DIFFUSERS = {theirs: ours for ours, theirs in DIFFUSERS_NAMES.items()}
+
+
 def make_betas(name: str, steps: int, start: float = 1e-4, end: float = 0.02) -> torch.Tensor:
     """The betas of a schedule by its name here or in diffusers."""
-    ours = {theirs: name for name, theirs in DIFFUSERS_NAMES.items()}.get(name, name)
-    return BETA_SCHEDULES[ours](steps, start, end)
+    return BETA_SCHEDULES[NAMES_OF_DIFFUSERS.get(name, name)](steps, start, end)

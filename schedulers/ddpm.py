@@ -10,7 +10,6 @@ from diffusers.utils.torch_utils import randn_tensor
 from schedulers.betas import DIFFUSERS_NAMES, make_betas
 
 VARIANCE_TYPES = ("fixed_large", "fixed_small")
-PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
 
 
 class ExactDDPMScheduler(DDPMScheduler):

@@ -8,7 +8,7 @@ import torch
 
 
 class TimestepSampler:
-    """The interface: `sample`, and for samplers that learn, `observe` and a state of tensors.
+    """The interface: `sample`, the density that it draws from, and a state of tensors for samplers that have one.
 
     `sample` returns the timesteps and the weights of their losses (1 unless the sampler corrects for its density).
     """
@@ -18,9 +18,6 @@ class TimestepSampler:
 
     def sample(self, batch_size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError
-
-    def observe(self, step: int, timesteps: torch.Tensor, losses: torch.Tensor) -> None:
-        """Learn from the per-sample losses of a step, those of all processes."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {}

@@ -1,0 +1,69 @@
+"""Being asked to stop: by a person (SIGINT) or a scheduler (SIGTERM).
+
+Before there is anything to save, the process ends at once. Inside `deferred()` the first signal only leaves a note,
+which the program looks at where it can stop cleanly; a second SIGINT ends the process at once.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: start the same command again
+EXIT_KILLED_BY_PERSON = 130
+
+# A launcher in the foreground gets a terminal's SIGINT and passes it on, so that one key press arrives twice.
+SAME_KEY_PRESS_SECONDS = 1.0
+
+
+class Interrupted(BaseException):
+    """The program stops because it was asked to. Not an Exception: no library may swallow it."""
+
+
+_deferred = False
+_requested: str | None = None
+_requested_at = 0.0
+
+
+def listen() -> None:
+    """Take over SIGTERM and SIGINT."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _handle)
+
+
+def stop_listening() -> None:
+    """Give the signals back: they end the process as they do any other."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def requested() -> str | None:
+    """The name of the signal that asks for a stop, if one has come."""
+    return _requested
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """In here a stop is a note for `requested`."""
+    global _deferred, _requested
+    _deferred, _requested = True, None
+    try:
+        yield
+    finally:
+        _deferred = False
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    global _requested, _requested_at
+    name = signal.Signals(number).name
+    if sys.is_finalizing():
+        return
+    if not _deferred:
+        raise Interrupted(f"{name}: stopped before there was anything to save")
+    if _requested is None:
+        _requested, _requested_at = name, time.monotonic()
+    elif number == signal.SIGINT and time.monotonic() - _requested_at > SAME_KEY_PRESS_SECONDS:
+        os._exit(EXIT_KILLED_BY_PERSON)
