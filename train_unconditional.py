@@ -7,7 +7,9 @@ accelerate launch --multi_gpu train_unconditional.py --config configs/cifar10.ya
 
 import logging
 import sys
+from pathlib import Path
 
+from common import interruption
 from common.errors import run_script
 from common.launch import honour_requested_processes
 from training.config import (
@@ -16,6 +18,7 @@ from training.config import (
     resolve_precision,
     resolve_steps,
     save_config,
+    settings_of,
     with_resolved,
 )
 
@@ -31,16 +34,16 @@ def main() -> None:
     from image_data.batches import TrainingBatches
     from schedulers.ddpm import build_scheduler
     from schedulers.timesteps import TIMESTEP_SAMPLERS
-    from training.banner import log_banner
-    from training.checkpoint import find_checkpoint, load_checkpoint
+    from training.banner import log_banner, log_end
+    from training.checkpoint import CheckpointWriter, load_checkpoint
     from training.images import load_training_images
-    from training.loop import TrainingState, train
+    from training.loop import TrainingState, Window, is_over, train
     from training.milestones import Milestones
     from training.model import build_training_unet, check_network
     from training.optimizer import build_ema, build_optimizer, learning_rate_schedule
-    from training.output import check_disk, check_output_dir, make_output_dir
+    from training.output import check_disk, check_output_dir, open_run
     from training.processes import start_processes
-    from training.publish import publish
+    from training.publish import check_push, publish
     from training.tracking import Tracking
 
     precision = resolve_precision(config)
@@ -48,6 +51,7 @@ def main() -> None:
     batch = resolve_batch(config, processes.count)
     check_output_dir(config)
     check_network(config)
+    check_push(config)
 
     # The images, and which of them make up which step.
     images, channels, num_workers = load_training_images(config, processes)
@@ -62,7 +66,7 @@ def main() -> None:
         num_workers=num_workers,
     )
     total_steps = resolve_steps(config, batches.steps_per_epoch)
-    config = with_resolved(config, batch, total_steps, channels)
+    config = with_resolved(config, batch, total_steps, channels, precision)
 
     # The network, the diffusion, and all that changes while training.
     unet = build_training_unet(config, channels, generator_for(config.seed, "initialisation")).to(processes.device)
@@ -74,6 +78,8 @@ def main() -> None:
         ema=build_ema(config, unet),
         optimizer=build_optimizer(config, unet),
         sampler=TIMESTEP_SAMPLERS[config.timestep_sampler](config.ddpm_num_steps),
+        window=Window.empty(processes.device),
+        settings=settings_of(config) | {"images": len(images)},
         scaler=processes.accelerator.scaler,
     )
 
@@ -83,28 +89,29 @@ def main() -> None:
     if config.dry_run:
         return
 
-    # Make the run's folder, or go on with the run that is in it.
-    with processes.main_first():
-        checkpoint = find_checkpoint(config)
-        output_dir = make_output_dir(config, processes.is_main)
-    if checkpoint is not None:
-        load_checkpoint(state, checkpoint)
-        if state.step >= total_steps:
-            logger.info("The run is at step %d of %d already: nothing to train", state.step, total_steps)
-    if processes.is_main:
-        save_config(config, output_dir / "config.yaml")
+    # From here on, to be stopped means to save first.
+    with interruption.deferred():
+        # Make the run's folder, or go on with the run that is in it.
+        checkpoint = open_run(config, processes)
+        if checkpoint is not None:
+            load_checkpoint(state, checkpoint, same_run=config.resume_from_checkpoint == "latest")
+        if processes.is_main:
+            save_config(config, Path(config.output_dir) / "config.yaml")
 
-    # Train.
-    model = processes.accelerator.prepare(unet)
-    learning_rate = learning_rate_schedule(config, total_steps)
-    with Tracking(config, processes, state, total_steps, batch.total) as tracking:
-        milestones = Milestones(config, processes, scheduler, tracking, batches.steps_per_epoch)
-        train(config, processes, model, state, scheduler, batches, learning_rate, total_steps, tracking, milestones)
+        # Train.
+        model = processes.accelerator.prepare(unet)
+        rate = learning_rate_schedule(config, total_steps)
+        writer = CheckpointWriter(config, checkpoint)
+        over = is_over(config, processes, state.step, state.train_seconds, total_steps)
+        with Tracking(config, processes, state, total_steps, batch.total, over) as tracking, processes.noticing_loss():
+            milestones = Milestones(config, processes, scheduler, tracking, writer, batches.steps_per_epoch)
+            train(config, processes, model, state, scheduler, batches, rate, total_steps, tracking, milestones, over)
+        log_end(config, state, total_steps)
 
-    # The run folder is a pipeline now. A card, and the Hub if asked: the other processes need not wait for it.
+    # The run folder is a pipeline now. A card, and the Hub if asked, which the other processes need not wait for.
+    processes.finish()
     if processes.is_main:
         publish(config, state)
-    processes.finish()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schedulers.betas import DIFFUSERS_NAMES
+from schedulers.betas import NAMES_OF_DIFFUSERS
 from training.config import PAPER_BATCH_SIZE
 from training.model import PAPER_ARITHMETIC, PAPER_CIFAR10, PAPER_CIFAR10_PARAMETERS, describe_initialization
 
@@ -42,10 +42,12 @@ def audit(
     batch: Batch,
     num_processes: int,
     precision: str,
+    num_images: int,
 ) -> list[Row]:
     """The rows of the table, for the paper's CIFAR-10 run."""
     division = f"{batch.total} = {batch.per_device} per device x {num_processes} x {batch.accumulation}"
     return [
+        Row("data", "50,000 images", f"{num_images:,} images"),
         Row("network", f"{PAPER_CIFAR10_PARAMETERS:,} parameters, 32x32x3", describe_network(unet)),
         Row("dropout", "0.1", f"{unet.config.dropout:g}"),
         Row("init", "Xavier-uniform, zero residual outputs", describe_initialization(unet)),
@@ -62,7 +64,7 @@ def audit(
             str(PAPER_BATCH_SIZE),
             str(PAPER_BATCH_SIZE) if batch.total == PAPER_BATCH_SIZE else division,
         ),
-        Row("precision", "float32", describe_precision(config, precision)),
+        Row("precision", "float32", describe_precision(precision)),
         Row("flips", "random", "random" if config.random_flip else "none"),
     ]
 
@@ -81,9 +83,10 @@ def _plain(value: object) -> object:
 
 
 def describe_schedule(scheduler: ExactDDPMScheduler) -> str:
-    ours = {theirs: name for name, theirs in DIFFUSERS_NAMES.items()}
     betas = scheduler.betas
-    name = "listed" if scheduler.config.trained_betas is not None else ours[scheduler.config.beta_schedule]
+    name = (
+        "listed" if scheduler.config.trained_betas is not None else NAMES_OF_DIFFUSERS[scheduler.config.beta_schedule]
+    )
     precision = str(betas.dtype).removeprefix("torch.")
     return f"{name} {betas[0].item():.4g} to {betas[-1].item():.4g}, T={len(betas)}, {precision}"
 
@@ -110,9 +113,11 @@ def describe_ema(ema: EMA | None) -> str:
     return f"1 - (1 + step / {ema.inv_gamma:g})^-{ema.power:g}, at most {ema.beta:g}"
 
 
-def describe_precision(config: TrainingConfig, precision: str) -> str:
+def describe_precision(precision: str) -> str:
+    import torch
+
     name = "float32" if precision == "no" else f"{precision} network, float32 noise"
-    return name + (" with TF32" if config.allow_tf32 else "")
+    return name + (" with TF32" if torch.backends.cuda.matmul.allow_tf32 else "")
 
 
 def format_audit(rows: list[Row]) -> str:
@@ -131,5 +136,5 @@ def format_audit(rows: list[Row]) -> str:
         names = ", ".join(row.what for row in deviations)
         lines.append(f"  {len(deviations)} deviation(s) from the paper's CIFAR-10 run: {names}")
     else:
-        lines.append("  This is the paper's CIFAR-10 run.")
+        lines.append("  No deviation from the paper's CIFAR-10 run in what is listed.")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from training.audit import audit, format_audit
+from training.config import as_yaml
 
 if TYPE_CHECKING:
     from image_data.batches import TrainingBatches
@@ -37,9 +38,54 @@ def log_banner(
     logger.info("  Total optimization steps = %d", total_steps)
     if config.max_train_seconds is not None:
         logger.info("  Training time at most = %g seconds", config.max_train_seconds)
-    rows = audit(config, state.unet, scheduler, state.ema, state.optimizer, batch, processes.count, precision)
+    rows = audit(
+        config,
+        state.unet,
+        scheduler,
+        state.ema,
+        state.optimizer,
+        batch,
+        processes.count,
+        precision,
+        len(batches.images),
+    )
     logger.info("Audit against Ho et al. 2020, CIFAR-10:\n%s", format_audit(rows))
+    if config.dry_run:
+        logger.info("Configuration:\n%s", as_yaml(config))
+    if total_steps <= config.lr_warmup_steps and config.lr_scheduler != "constant":
+        logger.warning(
+            "The learning rate is still warming up when the run ends: --lr_warmup_steps %d", config.lr_warmup_steps
+        )
+    memory = 0 if state.ema is None or config.ema_warmup else 1 / (1 - state.ema.beta)
+    if total_steps < 3 * memory:
+        logger.warning(
+            "The moving average looks back about %.0f steps, the run has %d: its samples will be noise for long; "
+            "an --ema_max_decay of %.4g suits it",
+            memory,
+            total_steps,
+            max(0.5, 1 - 10 / total_steps),
+        )
     if precision == "fp16" and config.resolution <= 32:
         logger.warning("fp16 is known to end in NaN on CIFAR-10 and its like; bf16 or no is safer")
     if state.ema is None:
-        logger.warning("Without the moving average, expect an FID about four times as high (12.1 against 3.2)")
+        logger.warning(
+            "Without the moving average samples are much worse (FID 12.1 against 3.2 with the original's weights)"
+        )
+
+
+def log_end(config: TrainingConfig, state: TrainingState, total_steps: int) -> None:
+    """Why the run is over."""
+    if state.step >= total_steps:
+        logger.info(
+            "The run is complete: step %d of %d. %s holds the pipeline and its card",
+            state.step,
+            total_steps,
+            config.output_dir,
+        )
+    else:
+        logger.info(
+            "The run has used its %g seconds of training, at step %d of %d; a larger --max_train_seconds continues it",
+            config.max_train_seconds,
+            state.step,
+            total_steps,
+        )

@@ -6,6 +6,7 @@ Nothing heavy is imported here, so that `--help` answers at once.
 
 import argparse
 import difflib
+import importlib.util
 import os
 import sys
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -34,7 +35,7 @@ class DataOptions:
         "Hub id or local folder of a data set, or 'digits' (embedded, and the default when no data is named).",
     )
     dataset_config_name: str | None = option(None, "Configuration of the data set, if it has several.")
-    train_data_dir: str | None = option(None, "Folder of images (ignored if dataset_name is given).")
+    train_data_dir: str | None = option(None, "Folder of images, instead of dataset_name.")
     image_column: str | None = option(None, "Column with the images; found by itself if there is only one.")
     max_train_samples: int | None = option(None, "Use only so many images, evenly spread over the data set.")
     cache_dir: str | None = option(
@@ -58,7 +59,7 @@ class NetworkOptions:
     model_config_name_or_path: str | None = option(
         None, "UNet2DModel configuration instead of the paper's network for this resolution."
     )
-    dropout: float = option(0.1, "Dropout in the residual blocks.")
+    dropout: float = option(0.1, "Dropout in the residual blocks of the paper's network.")
 
 
 @dataclass
@@ -120,7 +121,9 @@ class LengthOptions:
     max_train_steps: int | None = option(
         None, f"Optimiser steps; comes before num_epochs. Neither given: the paper's {PAPER_STEPS}."
     )
-    max_train_seconds: float | None = option(None, "Stop after this much pure training time (no sampling, no saving).")
+    max_train_seconds: float | None = option(
+        None, "Stop when the run has trained this long in all (sampling and saving do not count)."
+    )
     seed: int = option(0, "All randomness is a function of this, the step and the position in the batch.")
 
 
@@ -134,7 +137,8 @@ class OutputOptions:
         "latest", "A checkpoint folder, 'latest' of this run if it has one, or 'none' to start anew."
     )
     checkpointing_steps: int = option(5000, "Steps between checkpoints; one more is made at the end.")
-    checkpoints_total_limit: int = option(3, "Checkpoints kept.")
+    checkpoints_total_limit: int = option(3, "Checkpoints kept, besides those of --keep_every.")
+    keep_every: int | None = option(None, "Keep the checkpoints of these multiples of steps for ever.")
     save_images_steps: int = option(5000, "Steps between sample grids; one more is drawn at the end.")
     save_images_epochs: int | None = option(None, "Epochs between sample grids instead.")
     save_model_epochs: int | None = option(None, "Epochs between updates of the pipeline in output_dir.")
@@ -202,22 +206,43 @@ class TrainingConfig(
 DIGITS_CONFIG = Path(__file__).parent.parent / "configs" / "digits.yaml"
 
 # What belongs to one invocation and not to the run, or must not be written down.
-NOT_SAVED = ("config", "dry_run", "hub_token", "overwrite_output_dir", "resume_from_checkpoint")
+NOT_SAVED = """
+    config dry_run overwrite_output_dir resume_from_checkpoint output_dir cache_dir
+    push_to_hub hub_model_id hub_token hub_private_repo
+""".split()
 
-POSITIVE = (
-    "resolution", "ddpm_num_steps", "train_batch_size", "total_batch_size", "gradient_accumulation_steps",
-    "learning_rate", "max_grad_norm", "num_epochs", "max_train_steps", "max_train_seconds", "max_train_samples",
-    "checkpointing_steps", "checkpoints_total_limit", "save_images_steps", "save_images_epochs", "save_model_epochs",
-    "eval_batch_size", "ddpm_num_inference_steps", "logging_steps", "adam_epsilon", "ema_inv_gamma", "ema_power",
-)  # fmt: skip
-NOT_NEGATIVE = (
-    "lr_warmup_steps",
-    "adam_weight_decay",
-    "dataloader_num_workers",
-    "seed",
-    "in_memory_limit_gb",
+# Two ways to say one thing: given as a flag, one replaces the other in the file.
+RIVALS = (
+    ("dataset_name", "train_data_dir"),
+    ("max_train_steps", "num_epochs"),
+    ("save_images_steps", "save_images_epochs"),
 )
-BELOW_ONE = ("dropout", "adam_beta1", "adam_beta2", "ema_max_decay")
+
+# What fingers type when they mean one of ours.
+HABITS = {
+    "batch_size": "train_batch_size",
+    "data": "dataset_name",
+    "dataset": "dataset_name",
+    "data_dir": "train_data_dir",
+    "epochs": "num_epochs",
+    "steps": "max_train_steps",
+    "lr": "learning_rate",
+    "output": "output_dir",
+    "image_size": "resolution",
+    "size": "resolution",
+    "ema": "use_ema",
+    "no_flip": "no_random_flip",
+    "resume": "resume_from_checkpoint",
+}
+
+POSITIVE = """
+    resolution ddpm_num_steps train_batch_size total_batch_size gradient_accumulation_steps learning_rate max_grad_norm
+    num_epochs max_train_steps max_train_seconds max_train_samples checkpointing_steps checkpoints_total_limit
+    keep_every save_images_steps save_images_epochs save_model_epochs eval_batch_size ddpm_num_inference_steps
+    logging_steps adam_epsilon ema_inv_gamma ema_power
+""".split()
+NOT_NEGATIVE = "lr_warmup_steps adam_weight_decay dataloader_num_workers seed in_memory_limit_gb".split()
+BELOW_ONE = "dropout adam_beta1 adam_beta2 ema_max_decay".split()
 
 
 def parse_config(arguments: list[str]) -> TrainingConfig:
@@ -225,9 +250,10 @@ def parse_config(arguments: list[str]) -> TrainingConfig:
     parser = make_parser()
     config_file = config_file_of(arguments)
     from_file = read_config_file(Path(config_file)) if config_file else []
-    if names_flag(arguments, "train_data_dir") and not names_flag(arguments, "dataset_name"):
-        # Flags come before the file: a folder on the command line is not ignored for the file's data set.
-        from_file = [flag for flag in from_file if not flag.startswith("--dataset_name=")]
+    for pair in RIVALS:
+        for flag, rival in (pair, pair[::-1]):
+            if names_flag(arguments, flag) and not names_flag(arguments, rival):
+                from_file = [given for given in from_file if not given.startswith(f"--{rival}=")]
     *sections, unknown = parser.parse_args_into_dataclasses(
         from_file + arguments, return_remaining_strings=True, look_for_args_file=False
     )
@@ -246,9 +272,12 @@ def make_parser() -> argparse.ArgumentParser:
         """Without the spellings with hyphens, which work too, and without defaults that are None."""
 
         def _format_action_invocation(self, action: argparse.Action) -> str:
-            return ", ".join(name for name in action.option_strings if "-" not in name.lstrip("-"))
+            names = ", ".join(name for name in action.option_strings if "-" not in name.lstrip("-"))
+            return f"{names} {{{','.join(map(str, action.choices))}}}" if action.choices else names
 
         def _get_help_string(self, action: argparse.Action) -> str | None:
+            if action.option_strings[0].startswith("--no_"):
+                return f"Not --{action.dest}."
             return action.help if action.default is None else super()._get_help_string(action)
 
     class Parser(HfArgumentParser):
@@ -260,6 +289,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         prog=Path(sys.argv[0]).name,
         usage="%(prog)s [--flag value ...]",
+        description="The defaults are the paper's. Without data and without a file, configs/digits.yaml is used.",
         formatter_class=HelpFormatter,
     )
 
@@ -291,13 +321,15 @@ def read_config_file(path: Path) -> list[str]:
         raise UserError(f"--config {path}: is not valid YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: must be a list of 'name: value' lines, as configs/digits.yaml is")
-    names = {entry.name for entry in fields(TrainingConfig)}
+    names = {entry.name for entry in fields(TrainingConfig)} | {"report_to"}
     flags = []
     for name, value in values.items():
         if name not in names:
             raise UserError(f"--config {path}: " + unknown_name(str(name), "key"))
         if isinstance(value, dict | list):
             raise UserError(f"--config {path}: {name} must be a single value, not {value}")
+        if name == "mixed_precision" and value is False:
+            value = "no"  # YAML reads a bare no as false
         if value is not None:
             flags.append(f"--{name}={value}")
     return flags
@@ -307,6 +339,7 @@ def unknown_name(name: str, kind: str) -> str:
     names = [entry.name for entry in fields(TrainingConfig)]
     plain = name.partition("=")[0].lstrip("-").replace("-", "_")
     nearest = difflib.get_close_matches(plain, [*names, *(f"no_{n}" for n in names)], n=1, cutoff=0.5)
+    nearest = [HABITS[plain]] if plain in HABITS else nearest
     prefix = "--" if kind == "flag" else ""
     suggestion = f"; did you mean {prefix}{nearest[0]}?" if nearest else " (see --help)"
     return f"unknown {kind} {name}{suggestion}"
@@ -315,7 +348,7 @@ def unknown_name(name: str, kind: str) -> str:
 def validate(config: TrainingConfig) -> None:
     """Values that no run can have."""
 
-    def check(names: tuple[str, ...], accepted, wanted: str) -> None:
+    def check(names: list[str], accepted, wanted: str) -> None:
         for name in names:
             value = getattr(config, name)
             if value is not None and not accepted(value):
@@ -329,19 +362,44 @@ def validate(config: TrainingConfig) -> None:
             f"--ddpm_num_inference_steps {config.ddpm_num_inference_steps}: more than the "
             f"{config.ddpm_num_steps} steps of the diffusion (--ddpm_num_steps)"
         )
+    if not config.output_dir.strip():
+        raise UserError("--output_dir is empty: name a folder for the run")
+    if config.logger == "wandb" and importlib.util.find_spec("wandb") is None:
+        raise UserError("--logger wandb: wandb is not installed; `pip install wandb` or use tensorboard")
     if config.logger == "wandb" and config.hub_token is not None:
         raise UserError(
             "--hub_token with --logger wandb would show the token in the run's page: use `hf auth login` instead"
         )
 
 
+# What may change between two parts of a run without making it another run.
+HARMLESS = {
+    *(entry.name for section in (HubOptions, OutputOptions, LengthOptions) for entry in fields(section)),
+    *("cache_dir", "dataloader_num_workers", "in_memory_limit_gb", "on_bad_image", "train_batch_size"),
+    *("gradient_accumulation_steps", "config", "dry_run"),
+} - {"seed"}
+
+
+def settings_of(config: TrainingConfig) -> dict[str, object]:
+    """What makes a run the run it is, for a checkpoint to remember."""
+    settings = {name: value for name, value in asdict(config).items() if name not in HARMLESS}
+    if config.lr_scheduler not in ("constant", "constant_with_warmup"):
+        settings["max_train_steps"] = config.max_train_steps  # the learning rate falls towards the end
+    return settings
+
+
 def save_config(config: TrainingConfig, path: Path) -> None:
-    """The configuration as YAML; `--config` of that file repeats the run."""
+    """Write it down; `--config` of that file repeats the run."""
+    write_atomically(path, as_yaml(config))
+
+
+def as_yaml(config: TrainingConfig) -> str:
+    """The configuration as it would be written in a file, without what is not the run's."""
     values = {name: value for name, value in asdict(config).items() if name not in NOT_SAVED}
     ordered = {
         entry.name: values[entry.name] for section in SECTIONS for entry in fields(section) if entry.name in values
     }
-    write_atomically(path, yaml.safe_dump(ordered, sort_keys=False))
+    return yaml.safe_dump(ordered, sort_keys=False)
 
 
 @dataclass(frozen=True)
@@ -378,18 +436,23 @@ def resolve_steps(config: TrainingConfig, steps_per_epoch: int) -> int:
     return PAPER_STEPS if config.num_epochs is None else config.num_epochs * steps_per_epoch
 
 
-def with_resolved(config: TrainingConfig, batch: Batch, total_steps: int, channels: int) -> TrainingConfig:
+def with_resolved(
+    config: TrainingConfig, batch: Batch, total_steps: int, channels: int, precision: str
+) -> TrainingConfig:
     """The configuration with what it left open filled in, so that it repeats the run on other machines too.
 
-    The total batch is what must stay; how it is divided follows from it and the number of processes.
+    The total batch is what must stay; how it is divided follows from it and the number of processes, except that a
+    device which could not take its share at once may not be able to elsewhere.
     """
     return replace(
         config,
-        train_batch_size=batch.per_device,
+        train_batch_size=batch.per_device if batch.accumulation > 1 else None,
         gradient_accumulation_steps=None,
         total_batch_size=batch.total,
         max_train_steps=total_steps,
+        num_epochs=None,
         channels=str(channels),
+        mixed_precision=precision,
     )
 
 

@@ -53,8 +53,9 @@ def load_training_images(
         wait=processes.wait,
     )
     logger.info(
-        "%s: %d images with %d channel(s); data workers where needed: %d",
+        "%s[%s]: %d images, %d channel(s), %d data worker(s)",
         source.name,
+        source.split,
         len(images),
         channels,
         num_workers,

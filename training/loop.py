@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from common import faults, interruption
 from common.errors import RunFailed
 from common.randomness import derive_seed, generator_for, standard_normal
 from schedulers.weighting import weighting_table
@@ -33,6 +34,41 @@ if TYPE_CHECKING:
 HEALTHY = torch.iinfo(torch.int64).max  # the step of a failure that has not happened
 
 
+QUARTERS = 4
+# Under fp16 the gradient scaler halves its scale at every overflow, from 65536; below this they are not by chance.
+SMALLEST_LOSS_SCALE = 2.0**-8
+
+
+@dataclass
+class Window:
+    """Sums over the steps since the last line of metrics and over all processes.
+
+    They are made step by step and saved in checkpoints, so that a line is the same whether the run stopped within it
+    or not. The sums stay on the device until they are asked for.
+    """
+
+    sums: torch.Tensor  # losses by quarter of t, the objective, the gradient norm
+    counts: list[int] = field(default_factory=lambda: [0] * QUARTERS)  # images by quarter of t
+    steps: int = 0
+    # For the report of a failure: timesteps of the global batch and losses of this process, of the latest steps.
+    latest: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, device: torch.device) -> Window:
+        return cls(torch.zeros(QUARTERS + 2, dtype=summing_dtype(device), device=device))
+
+    def numbers(self) -> dict:
+        return {"sums": self.sums.tolist(), "counts": self.counts, "steps": self.steps}
+
+    def load_numbers(self, numbers: dict) -> None:
+        self.sums.copy_(torch.tensor(numbers["sums"], dtype=torch.float64))
+        self.counts, self.steps = list(numbers["counts"]), numbers["steps"]
+
+
+def summing_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 @dataclass
 class TrainingState:
     """All that changes during a run: what a checkpoint holds."""
@@ -41,6 +77,8 @@ class TrainingState:
     ema: EMA | None
     optimizer: torch.optim.Optimizer
     sampler: TimestepSampler
+    window: Window
+    settings: dict[str, object]
     scaler: torch.amp.GradScaler | None = None
     step: int = 0
     train_seconds: float = 0.0
@@ -54,6 +92,8 @@ class TrainingState:
             "smoothed_loss": self.smoothed_loss,
             "ema_updates": None if self.ema is None else self.ema.step.item(),
             "gradient_scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "window": self.window.numbers(),
+            "settings": self.settings,
         }
 
     def load_numbers(self, numbers: dict) -> None:
@@ -63,6 +103,7 @@ class TrainingState:
         if self.ema is not None:
             self.ema.step.fill_(numbers["ema_updates"])
             self.ema.initted.fill_(numbers["ema_updates"] > 0)
+        self.window.load_numbers(numbers["window"])
         if self.scaler is not None and numbers["gradient_scaler"]:
             self.scaler.load_state_dict(numbers["gradient_scaler"])
 
@@ -73,24 +114,6 @@ class TrainingState:
             return {"raw": self.unet}
         lag = 5 / (1 - self.ema.beta)
         return {"ema": self.ema.ema_model} | ({"raw": self.unet} if self.step < lag else {})
-
-
-@dataclass
-class Window:
-    """The steps since the last line of metrics. What the device computed stays there until it is asked for."""
-
-    positions: torch.Tensor  # this process's places in the global batch
-    timesteps: list[torch.Tensor] = field(default_factory=list)  # of the whole global batch
-    losses: list[torch.Tensor] = field(default_factory=list)  # of this process's images, unweighted
-    objectives: list[torch.Tensor] = field(default_factory=list)  # what was minimised, on this process
-    gradient_norms: list[torch.Tensor] = field(default_factory=list)
-    learning_rate: float = 0.0
-
-    def add(self, timesteps: torch.Tensor, losses: torch.Tensor, objective: torch.Tensor, norm: torch.Tensor) -> None:
-        self.timesteps.append(timesteps)
-        self.losses.append(losses)
-        self.objectives.append(objective)
-        self.gradient_norms.append(norm)
 
 
 def train(
@@ -104,28 +127,30 @@ def train(
     total_steps: int,
     tracking: Tracking,
     milestones: Milestones,
+    over: bool,
 ) -> None:
-    """Run from `state.step` to `total_steps`, or until the time is up.
+    """Run from `state.step` to `total_steps`, until the time is up, or until somebody asks for a stop.
 
-    `model` is `state.unet` as accelerate wrapped it.
+    `model` is `state.unet` as accelerate wrapped it. `over` says that there is nothing left to train.
     """
-    device = processes.device
+    device, window = processes.device, state.window
     weight_of = weighting_table(config.loss_weighting, scheduler.alphas_cumprod, config.prediction_type)
     noise_key = derive_seed(config.seed, "noise")
     positions = batches.positions  # [passes, images] of the global batch that are this process's
+    positions_here = to_device(positions, device)
     failed_at = torch.full((), HEALTHY, device=device)
-    window = Window(positions.flatten())
     model.train()
-    if is_over(config, processes, state.step, tracking.clock.train_seconds, total_steps):
+    milestones.catch_up(state, over)
+    if over:
         return
 
     for pixels in tracking.timed(batches.from_step(state.step)):
         step = state.step
 
         # The learning rate is a function of the step.
-        window.learning_rate = learning_rate(step)
+        rate = learning_rate(step)
         for group in state.optimizer.param_groups:
-            group["lr"] = window.learning_rate
+            group["lr"] = rate
 
         # Every process draws the timesteps of the whole batch and takes those of its own images.
         draw = generator_for(config.seed, "timesteps", step)
@@ -137,10 +162,10 @@ def train(
 
         # Forward and backward; the processes exchange gradients on the last pass.
         losses, objective = [], torch.zeros((), device=device)
-        for images, rows in zip(pixels, positions, strict=True):
+        for images, rows, rows_here in zip(pixels, positions, positions_here, strict=True):
             images = to_device(images, device).float() / 127.5 - 1
             t, weight = to_device(timesteps[rows], device), to_device(weights[rows], device)
-            noise = standard_normal(noise_key, to_device(rows, device), step, images.shape[1:])
+            noise = standard_normal(noise_key, rows_here, step, images.shape[1:])
             exchange = len(losses) == len(positions) - 1
             with nullcontext() if exchange else processes.accelerator.no_sync(model):
                 loss = diffusion_loss(model, scheduler, images, noise, t)
@@ -149,28 +174,46 @@ def train(
             losses.append(loss.detach())
             objective += share.detach()
 
-        # Clip, and update unless something is not finite.
+        # Clip, and update unless something is not finite anywhere.
         if state.scaler is not None:
             state.scaler.unscale_(state.optimizer)
         gradient_norm = torch.nn.utils.clip_grad_norm_(state.unet.parameters(), config.max_grad_norm)
-        failed_at = note_failure(failed_at, step, objective, gradient_norm, processes, state.scaler)
+        losses, mine = torch.cat(losses), timesteps[positions.flatten()]
+        sums, all_finite = sum_over_processes(losses, mine, objective, gradient_norm, state, processes, len(weight_of))
+        failed_at = torch.where(all_finite, failed_at, failed_at.clamp(max=step))
         update(state, failed_at)
+        faults.point("update")
 
+        # Take note.
         state.step += 1
-        window.add(timesteps, torch.cat(losses), objective, gradient_norm)
+        window.sums += sums
+        window.steps += 1
+        for quarter, count in enumerate(count_by_quarter(timesteps, len(weight_of))):
+            window.counts[quarter] += count
+        window.latest = [*window.latest[1 - config.logging_steps :], (timesteps, losses)]
         tracking.advance()
 
         # A CPU can be asked after every step, a GPU where its results are fetched anyway.
         finished = is_over(config, processes, state.step, tracking.clock.train_seconds, total_steps)
-        log_now = finished or state.step % config.logging_steps == 0
-        if (log_now or device.type == "cpu" or milestones.due(state.step)) and failed_at.item() != HEALTHY:
-            raise failure(int(failed_at), state.step, window, processes, milestones.last_checkpoint)
-        if log_now:
-            tracking.log(state, window)
-            window = Window(positions.flatten())
-        milestones.reach(state, finished)
+        stopped = not finished and processes.any(interruption.requested() is not None)
+        line_due = state.step % config.logging_steps == 0
+        if (
+            line_due or finished or stopped or device.type == "cpu" or milestones.due(state.step)
+        ) and failed_at.item() != HEALTHY:
+            raise failure(int(failed_at), state, positions.flatten(), processes, milestones.last_checkpoint)
+        if line_due and state.scaler is not None and state.scaler.get_scale() < SMALLEST_LOSS_SCALE:
+            raise RunFailed(
+                f"step {state.step}: gradients overflow in fp16 whatever the loss scale; no update was made with them. "
+                f"The last good checkpoint is {milestones.last_checkpoint}; continue with --mixed_precision bf16 or no"
+            )
+        if line_due:
+            state.smoothed_loss = tracking.log(state, rate)
+            window = state.window = Window.empty(device)
+        elif finished:
+            tracking.log(state, rate)  # of a part of the window; it is dropped again if the run goes on
+        milestones.reach(state, finished, stopped)
         if finished:
-            break
+            return
 
 
 def is_over(config: TrainingConfig, processes: Processes, step: int, seconds: float, total_steps: int) -> bool:
@@ -199,24 +242,34 @@ def diffusion_loss(
     return (prediction.float() - target).square().flatten(1).mean(1)
 
 
-def note_failure(
-    failed_at: torch.Tensor,
-    step: int,
+def sum_over_processes(
+    losses: torch.Tensor,
+    timesteps: torch.Tensor,
     objective: torch.Tensor,
     gradient_norm: torch.Tensor,
+    state: TrainingState,
     processes: Processes,
-    scaler: torch.amp.GradScaler | None,
-) -> torch.Tensor:
-    """The first step at which a loss or gradient was not finite on any process, kept on the device.
+    num_train_timesteps: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the window adds up, and whether all losses and gradients are finite; on the device, in one exchange.
 
     Gradients that overflow under fp16 are the gradient scaler's business: it lowers the scale and leaves the update
     out, as it should.
     """
-    finite = objective.isfinite() if scaler is not None else objective.isfinite() & gradient_norm.isfinite()
-    failed_now = torch.where(finite, HEALTHY, step)
+    dtype = summing_dtype(losses.device)
+    quarter = to_device(timesteps * QUARTERS // num_train_timesteps, losses.device)
+    of_quarter = quarter == torch.arange(QUARTERS, device=losses.device)[:, None]
+    by_quarter = torch.where(of_quarter, losses.to(dtype), 0).sum(1)
+    finite = objective.isfinite() if state.scaler is not None else objective.isfinite() & gradient_norm.isfinite()
+    shared = torch.cat([by_quarter, torch.stack([objective.to(dtype) / processes.count, (~finite).to(dtype)])])
     if processes.count > 1:
-        dist.all_reduce(failed_now, op=dist.ReduceOp.MIN)
-    return torch.minimum(failed_at, failed_now)
+        dist.all_reduce(shared)
+    # The gradients were averaged before the norm, which is therefore the same everywhere.
+    return torch.cat([shared[:-1], gradient_norm.detach().to(dtype)[None]]), shared[-1] == 0
+
+
+def count_by_quarter(timesteps: torch.Tensor, num_train_timesteps: int) -> list[int]:
+    return torch.bincount(timesteps * QUARTERS // num_train_timesteps, minlength=QUARTERS).tolist()
 
 
 def update(state: TrainingState, failed_at: torch.Tensor) -> None:
@@ -235,22 +288,21 @@ def update(state: TrainingState, failed_at: torch.Tensor) -> None:
         state.ema.update()
 
 
-def failure(failed_at: int, step: int, window: Window, processes: Processes, checkpoint: Path | None) -> RunFailed:
+def failure(
+    failed_at: int, state: TrainingState, positions: torch.Tensor, processes: Processes, checkpoint: Path | None
+) -> RunFailed:
     """What to tell the user when the loss or a gradient is no longer a number."""
-    at = failed_at - step  # counted back from the newest step of the window
-    bad = ~window.losses[at].isfinite().cpu()
-    mine = window.timesteps[at][window.positions[bad]].tolist()
-    timesteps = sorted({t for share in processes.collect(mine) for t in share})
-    what = (
-        f"loss at timestep(s) {', '.join(map(str, timesteps))}"
-        if timesteps
-        else (
-            f"gradient (its norm is {window.gradient_norms[at].item()}; the timesteps were "
-            f"{', '.join(map(str, sorted(set(window.timesteps[at].tolist()))))})"
-        )
-    )
+    timesteps, losses = state.window.latest[failed_at - state.step]  # counted back from the newest step
+    bad = timesteps[positions[~losses.isfinite().cpu()]].tolist()
+    named = sorted({t for share in processes.collect(bad) for t in share})
+    what = f"loss at {listed(named)}" if named else f"gradient (at {listed(sorted(set(timesteps.tolist())))})"
     left = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
     return RunFailed(
         f"step {failed_at}: the {what} is not finite; the weights were not updated with it, and {left}. "
         f"Try a lower --learning_rate, a longer --lr_warmup_steps or --mixed_precision no"
     )
+
+
+def listed(timesteps: list[int]) -> str:
+    more = f" and {len(timesteps) - 10} more" if len(timesteps) > 10 else ""
+    return f"timestep(s) {', '.join(map(str, timesteps[:10]))}{more}"

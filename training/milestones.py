@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common import faults, interruption
 from common.files import replace_folder
 from common.progress import progress_bar
 from generation.denoise import denoise, to_uint8
 from generation.grid import image_grid, side_by_side
-from training.checkpoint import checkpoints, save_checkpoint
+from training.checkpoint import describe, newest
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from schedulers.ddpm import ExactDDPMScheduler
+    from training.checkpoint import CheckpointWriter
     from training.config import TrainingConfig
     from training.loop import TrainingState
     from training.processes import Processes
@@ -29,6 +33,10 @@ logger = logging.getLogger(__name__)
 FREE_SAMPLING_SECONDS = 60
 
 
+class StoppedWhileSampling(Exception):
+    """Somebody asked for a stop while a grid was being drawn."""
+
+
 class Milestones:
     """Knows when something is due, as a function of the step, and does it. Time spent here is not training time."""
 
@@ -38,11 +46,13 @@ class Milestones:
         processes: Processes,
         scheduler: ExactDDPMScheduler,
         tracking: Tracking,
+        writer: CheckpointWriter,
         steps_per_epoch: int,
     ):
         self.config = config
         self.processes = processes
         self.tracking = tracking
+        self.writer = writer
         self.output_dir = Path(config.output_dir)
         self.image_steps = (
             config.save_images_epochs * steps_per_epoch if config.save_images_epochs else config.save_images_steps
@@ -56,27 +66,55 @@ class Milestones:
 
     @property
     def last_checkpoint(self) -> Path | None:
-        return next(reversed(checkpoints(self.output_dir)), None)
+        self.writer.wait()
+        return newest(self.output_dir)
 
     def due(self, step: int) -> bool:
         cadences = (self.image_steps, self.model_steps, self.config.checkpointing_steps)
         return any(cadence and step % cadence == 0 for cadence in cadences)
 
-    def reach(self, state: TrainingState, finished: bool) -> None:
-        """Do what is due after a step. A checkpoint comes last: what it stands for has then been written."""
+    def reach(self, state: TrainingState, finished: bool, stopped: bool) -> None:
+        """Do what is due after a step: the checkpoint first, so that nothing that follows can lose the step.
+
+        Somebody who asks for a stop wants it soon: then only the checkpoint is made.
+        """
         step = state.step
-        if not (finished or self.due(step)):
+        if not (finished or stopped or self.due(step)):
             return
         with self.tracking.paused():
             state.train_seconds = self.tracking.clock.train_seconds
-            if step % self.image_steps == 0 or (finished and self._worth_a_grid(state)):
-                self.draw_samples(state)
-            if finished or (self.model_steps and step % self.model_steps == 0):
+            save = finished or stopped or step % self.config.checkpointing_steps == 0
+            if save and self.processes.is_main:
+                self.writer.save(state)
+            if not stopped and (step % self.image_steps == 0 or (finished and self._worth_a_grid(state))):
+                stopped = not self.draw_samples(state)
+            if not stopped and (finished or (self.model_steps and step % self.model_steps == 0)):
                 self.save_pipeline(state)
-            if self.processes.is_main and (finished or step % self.config.checkpointing_steps == 0):
-                folder = save_checkpoint(state, self.output_dir, self.config.checkpoints_total_limit)
-                logger.info("Saved %s", folder)
-            self.processes.wait()
+            if (finished or stopped) and self.processes.is_main:
+                if not save:
+                    self.writer.save(state)
+                self.writer.finish(state)
+            if finished or stopped:
+                self.processes.wait()
+        if stopped:
+            raise interruption.Interrupted(
+                f"{interruption.requested() or 'a stop of another process'}: saved at step {step} in "
+                f"{self.output_dir}; start the same command again to continue"
+            )
+
+    def catch_up(self, state: TrainingState, over: bool) -> None:
+        """Make what a process that was stopped or killed did not come to after its last checkpoint."""
+        due = state.step > 0 and state.step % self.image_steps == 0
+        with self.tracking.paused():
+            missing = self.processes.any(self.processes.is_main and not self._grid_path(state.step).exists())
+            if missing and (due or (over and self._worth_a_grid(state))):
+                self.draw_samples(state)
+            if over:
+                self.save_pipeline(state)
+                self.processes.wait()
+
+    def _grid_path(self, step: int) -> Path:
+        return self.output_dir / "samples" / f"step-{step}.png"
 
     def _worth_a_grid(self, state: TrainingState) -> bool:
         """Whether the grid at the end takes at most a minute, or at most as long as the training did."""
@@ -111,39 +149,59 @@ class Milestones:
         seeds = torch.arange(per_process) * self.processes.count + self.processes.index
         return (seeds % self.config.eval_batch_size).to(self.processes.device)
 
-    def draw_samples(self, state: TrainingState) -> None:
-        """The same images at every visit, in a grid for each kind of weights; every process draws its share."""
+    def draw_samples(self, state: TrainingState) -> bool:
+        """The same images at every visit, in a grid for each kind of weights; every process draws its share.
+
+        False if a stop was asked for meanwhile: the grid is then drawn when the run goes on.
+        """
         pictures = {}
         steps = self.config.ddpm_num_inference_steps
         bar = progress_bar(
             total=steps * len(state.sampling_weights),
-            desc="Sampling",
+            desc=f"Sampling ({', '.join(state.sampling_weights)})",
             leave=False,
             disable=not self.processes.is_local_main,
         )
-        for weights, unet in state.sampling_weights.items():
-            unet.eval()
-            with self.processes.accelerator.autocast():
-                samples = denoise(
-                    unet, self.sampling_scheduler, self._my_seeds(), self._shape(state), steps, bar.update
-                )
-            images = self.processes.accelerator.gather(to_uint8(samples)).cpu()
-            # Process r drew the seeds r, r + n, r + 2n, ...
-            images = images.unflatten(0, (self.processes.count, -1)).transpose(0, 1).flatten(0, 1)
-            images = images[: self.config.eval_batch_size]
-            columns = max(1, round(len(images) ** 0.5))
-            pictures[f"{weights}, step {state.step}"] = image_grid(images, columns)
-        state.unet.train()
-        bar.close()
-        if not self.processes.is_main:
-            return
-        picture = side_by_side(pictures)
-        path = self.output_dir / "samples" / f"step-{state.step}.png"
-        path.parent.mkdir(exist_ok=True)
+
+        def on_step() -> None:
+            bar.update()
+            if self.processes.any(interruption.requested() is not None):
+                raise StoppedWhileSampling
+
+        try:
+            for weights, unet in state.sampling_weights.items():
+                unet.eval()
+                with self.processes.accelerator.autocast():
+                    samples = denoise(
+                        unet, self.sampling_scheduler, self._my_seeds(), self._shape(state), steps, on_step
+                    )
+                images = self.processes.accelerator.gather(to_uint8(samples)).cpu()
+                # Process r drew the seeds r, r + n, r + 2n, ...
+                images = images.unflatten(0, (self.processes.count, -1)).transpose(0, 1).flatten(0, 1)
+                images = images[: self.config.eval_batch_size]
+                columns = max(1, round(len(images) ** 0.5))
+                pictures[f"{weights}, step {state.step}"] = image_grid(images, columns)
+        except StoppedWhileSampling:
+            return False
+        finally:
+            state.unet.train()
+            bar.close()
+        if self.processes.is_main:
+            self._write_grid(side_by_side(pictures), state.step)
+        return True
+
+    def _write_grid(self, picture: Image.Image, step: int) -> None:
+        path = self._grid_path(step)
         aside = path.with_suffix(".tmp")
-        picture.save(aside, format="png")
-        aside.replace(path)
-        self.tracking.log_picture("test_samples", picture, state.step)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            picture.save(aside, format="png")
+            faults.point("grid")
+            aside.replace(path)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            logger.warning("%s could not be written: %s", path, error.strerror)
+        self.tracking.log_picture("test_samples", picture, step)
 
     def save_pipeline(self, state: TrainingState) -> None:
         """The run folder as a stock DDPMPipeline, with the moving average as its weights."""
@@ -153,9 +211,14 @@ class Milestones:
 
         unet = state.unet if state.ema is None else state.ema.ema_model
         aside = self.output_dir / ".pipeline.tmp"
-        shutil.rmtree(aside, ignore_errors=True)
-        DDPMPipeline(unet=unet, scheduler=self.plain_scheduler).save_pretrained(aside, safe_serialization=True)
-        for part in ("unet", "scheduler"):
-            replace_folder(aside / part, self.output_dir / part)
-        (aside / "model_index.json").replace(self.output_dir / "model_index.json")
-        shutil.rmtree(aside)
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            DDPMPipeline(unet=unet, scheduler=self.plain_scheduler).save_pretrained(aside, safe_serialization=True)
+            for part in ("unet", "scheduler"):
+                replace_folder(aside / part, self.output_dir / part)
+                faults.point("pipeline")
+            (aside / "model_index.json").replace(self.output_dir / "model_index.json")
+        except Exception as error:  # safetensors reports a full disk in its own way; the checkpoint comes next
+            logger.warning("The pipeline in %s could not be written: %s", self.output_dir, describe(error))
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)

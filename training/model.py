@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,6 +50,14 @@ ATTENTION_RESOLUTION = 16
 ZERO_GAIN = 1e-5  # a variance scale of 1e-10
 
 
+def can_be_halved(resolution: int) -> bool:
+    """Whether a network is defined for the size."""
+    if not min(CHANNELS) <= resolution < 2 * max(CHANNELS):
+        return False
+    halvings = len(CHANNELS[max(size for size in CHANNELS if size <= resolution)]) - 1
+    return resolution % 2 ** max(1, halvings - 1) == 0
+
+
 def network_shape(resolution: int) -> tuple[tuple[int, ...], int]:
     """Channels of each level and the level with attention, for a size from 8 to 511.
 
@@ -67,16 +74,20 @@ def network_shape(resolution: int) -> tuple[tuple[int, ...], int]:
     if resolution % 2**halvings and halvings > 1:
         channels, halvings = channels[:-1], halvings - 1
     if resolution % 2**halvings:
-        below = resolution // 2 ** (halvings + 1) * 2 ** (halvings + 1)
-        above = below + 2 ** (halvings + 1)
         raise UserError(
-            f"--resolution {resolution}: the network cannot halve it {halvings} times; "
-            f"use {' or '.join(str(size) for size in (below, above) if size >= min(CHANNELS))}"
+            f"--resolution {resolution}: the network must halve it {halvings} times; use {nearest_sizes(resolution)}"
         )
     attention = next(
         level for level in range(len(channels)) if resolution >> level <= ATTENTION_RESOLUTION or level == halvings
     )
     return channels, attention
+
+
+def nearest_sizes(resolution: int) -> str:
+    """The sizes below and above that a network is defined for."""
+    below = next((size for size in range(resolution - 1, min(CHANNELS) - 1, -1) if can_be_halved(size)), None)
+    above = next((size for size in range(resolution + 1, 2 * max(CHANNELS)) if can_be_halved(size)), None)
+    return " or ".join(str(size) for size in (below, above) if size is not None)
 
 
 def build_unet(
@@ -101,30 +112,33 @@ def build_unet(
     return unet
 
 
-def load_network_config(name_or_path: str, resolution: int) -> dict:
-    """Somebody's UNet2DModel configuration: a config.json, a folder or a Hub id."""
+def load_network(name_or_path: str, resolution: int) -> UNet2DModel:
+    """The network that somebody's config.json describes (a file, a folder or a Hub id), tried with one image."""
     from diffusers import UNet2DModel
 
     flag = f"--model_config_name_or_path {name_or_path}"
     try:
-        config = UNet2DModel.load_config(name_or_path)
-        halvings = len(config["block_out_channels"]) - 1
-    except (OSError, ValueError, KeyError) as error:
+        unet = UNet2DModel.from_config(UNet2DModel.load_config(name_or_path)).eval()
+        size, halvings = unet.config.sample_size, len(unet.config.block_out_channels) - 1
+    except Exception as error:  # diffusers raises whatever a wrong entry runs into
         raise UserError(f"{flag}: not a UNet2DModel configuration ({first_line(error)})") from error
-    if config["sample_size"] != resolution:
-        raise UserError(f"{flag}: sample_size is {config['sample_size']}, but --resolution is {resolution}")
+    if size != resolution:
+        raise UserError(f"{flag}: sample_size is {size}, but --resolution is {resolution}")
     if resolution % 2**halvings:
         raise UserError(f"--resolution {resolution}: the network in {name_or_path} halves it {halvings} times")
-    return config
+    try:
+        with torch.no_grad():
+            unet(torch.zeros(1, unet.config.in_channels, resolution, resolution), 0)
+    except Exception as error:
+        raise UserError(f"{flag}: the network cannot take an image and a timestep ({first_line(error)})") from error
+    return unet.train()
 
 
 def build_unet_from_config(
     name_or_path: str, resolution: int, channels: int, generator: torch.Generator | None = None
 ) -> UNet2DModel:
     """The network of a configuration, initialised as in the paper."""
-    from diffusers import UNet2DModel
-
-    unet = UNet2DModel.from_config(load_network_config(name_or_path, resolution))
+    unet = load_network(name_or_path, resolution)
     if (unet.config.in_channels, unet.config.out_channels) != (channels, channels):
         raise UserError(
             f"--model_config_name_or_path {name_or_path}: the network has {unet.config.in_channels} channels in and "
@@ -139,7 +153,7 @@ def check_network(config: TrainingConfig) -> None:
     if config.model_config_name_or_path is None:
         network_shape(config.resolution)
     else:
-        load_network_config(config.model_config_name_or_path, config.resolution)
+        load_network(config.model_config_name_or_path, config.resolution)
 
 
 def build_training_unet(config: TrainingConfig, channels: int, generator: torch.Generator) -> UNet2DModel:
@@ -180,8 +194,3 @@ def describe_initialization(unet: nn.Module) -> str:
     xavier = 0.9 * bound < convolution.abs().max() <= bound and not unet.conv_in.bias.any()
     zero = all(layer.weight.abs().max() < 10 * ZERO_GAIN for layer in zero_initialized(unet).values())
     return f"{'Xavier-uniform' if xavier else 'other'}, {'zero' if zero else 'non-zero'} residual outputs"
-
-
-def save_unet(unet: UNet2DModel, folder: Path) -> None:
-    """A diffusers folder in safetensors; `unet` may be an accelerator's, whose forward is wrapped."""
-    unet.save_pretrained(folder, safe_serialization=True)

@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from common.errors import UserError
-from training.checkpoint import checkpoints
+from training.checkpoint import find_checkpoint
 from training.tracking import METRICS_FILE
 
 if TYPE_CHECKING:
     from training.config import TrainingConfig
+    from training.processes import Processes
 
 logger = logging.getLogger(__name__)
 
 # Per parameter: raw weights, moving average and the two moments of Adam, four bytes each.
 BYTES_PER_PARAMETER = 16
+LOCK_FILE = ".lock"
+WRITTEN_BY_A_RUN = (
+    *(LOCK_FILE, METRICS_FILE, "config.yaml", "samples", "unet", "scheduler", "model_index.json", "README.md"),
+    *("checkpoint-*", ".checkpoint-*", ".pipeline.tmp", ".unet.old", ".scheduler.old", ".*.tmp"),
+)
 
 
-def check_output_dir(config: TrainingConfig) -> None:
-    """Raise before the work starts if the run could not be written."""
-    path = Path(config.output_dir)
-    existing = path
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        raise UserError(f"--output_dir {path}: {existing} is a file, not a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--output_dir {path}: no permission to write in {existing}")
+def first_existing(path: Path) -> Path:
+    """The path itself or the nearest folder above it that is there."""
+    while not path.exists():
+        path = path.parent
+    return path
 
 
 def check_disk(config: TrainingConfig, num_parameters: int) -> None:
     """Raise if not even two checkpoints fit: the one that is kept while the next is written."""
-    existing = Path(config.output_dir)
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(first_existing(Path(config.output_dir))).free
     checkpoint = num_parameters * BYTES_PER_PARAMETER
     if free < 2 * checkpoint:
         raise UserError(
@@ -56,29 +57,93 @@ def check_disk(config: TrainingConfig, num_parameters: int) -> None:
         )
 
 
-def make_output_dir(config: TrainingConfig, is_main: bool) -> Path:
-    """The folder, emptied first if it is to be overwritten; a run is not written over another by accident."""
-    path = Path(config.output_dir)
-    if not is_main:
-        return path
-    has_run = (path / METRICS_FILE).exists()
+def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
+    """Make the run's folder or take the one that is there; the checkpoint to go on from, if there is one.
+
+    The main process does it and the others hear of it.
+    """
+    checkpoint = None
+    if processes.is_main:
+        path = Path(config.output_dir)
+        try:
+            if path.exists():
+                lock(path)
+            checkpoint = find_checkpoint(config)
+            make_output_dir(config)
+            lock(path)
+        except OSError as error:
+            raise UserError(f"--output_dir {path}: cannot be written ({error.strerror})") from error
+    checkpoint = processes.collect(checkpoint)[0]
+    if checkpoint is not None and not checkpoint.is_dir():
+        raise UserError(f"{checkpoint}: not to be seen from process {processes.index}; the processes must share it")
+    return checkpoint
+
+
+_locks: dict[Path, IO] = {}
+
+
+def lock(path: Path) -> None:
+    """Hold the folder until this process ends, however it ends.
+
+    A POSIX lock belongs to the process: data workers that outlive it for a moment do not hold it.
+    """
+    if path.resolve() in _locks:
+        return
+    file = (path / LOCK_FILE).open("a")
     try:
-        if config.overwrite_output_dir and path.exists():
-            if any(path.iterdir()) and not has_run:
-                raise UserError(f"--overwrite_output_dir: {path} holds something else than a run; delete it yourself")
-            shutil.rmtree(path)
-        elif has_run and config.resume_from_checkpoint == "none" and checkpoints(path):
-            raise UserError(
-                f"--output_dir {path} holds a run already; continue it with --resume_from_checkpoint latest, "
-                f"delete it with --overwrite_output_dir, or choose another folder"
-            )
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".probe.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise UserError(f"--output_dir {path}: cannot be written ({error.strerror})") from error
-    return path
+        file.close()
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            logger.warning("%s cannot be locked (%s): make sure that no other run writes there", path, error.strerror)
+            return
+        raise UserError(
+            f"--output_dir {path}: another run is writing there at this moment; wait for it or choose another folder"
+        ) from error
+    _locks[path.resolve()] = file
+
+
+def check_output_dir(config: TrainingConfig) -> None:
+    """Raise, before the work starts, if the run could not be written or would overwrite something else."""
+    path = Path(config.output_dir)
+    existing = first_existing(path)
+    if not existing.is_dir():
+        raise UserError(f"--output_dir {path}: {existing} is a file, not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"--output_dir {path}: no permission to write in {existing}")
+    if existing != path:
+        return
+    foreign = sorted(entry.name for entry in path.iterdir() if not of_a_run(entry.name, config))
+    if foreign and not is_run(path):
+        listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+        raise UserError(
+            f"--output_dir {path}: holds something else than a run ({listed}); choose an empty or new folder"
+        )
+    if is_run(path) and config.resume_from_checkpoint == "none" and not config.overwrite_output_dir:
+        raise UserError(
+            f"--output_dir {path} holds a run already; continue it with --resume_from_checkpoint latest, "
+            f"delete it with --overwrite_output_dir, or choose another folder"
+        )
+
+
+def is_run(path: Path) -> bool:
+    return (path / METRICS_FILE).exists() and (path / "config.yaml").exists()
+
+
+def of_a_run(name: str, config: TrainingConfig) -> bool:
+    """Whether a run writes a file or folder of this name."""
+    patterns = (*WRITTEN_BY_A_RUN, Path(config.logging_dir).parts[0])
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def make_output_dir(config: TrainingConfig) -> None:
+    """The folder; to overwrite a run is to remove what a run writes, and nothing else that may be there."""
+    path = Path(config.output_dir)
+    if config.overwrite_output_dir and path.exists():
+        for entry in path.iterdir():
+            if entry.name != LOCK_FILE and of_a_run(entry.name, config):
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def _size(count: float) -> str:

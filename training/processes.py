@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,7 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from common.errors import UserError
+from common.errors import RunFailed, UserError
+from common.progress import BarFriendlyHandler
+from image_data.batches import usable_cores
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -21,8 +25,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What gloo, NCCL and torch say when another process is gone or silent.
+LOST_CONTACT = re.compile("connection|timed out|timeout|peer|nccl|socket", re.IGNORECASE)
+
 # Long enough for one process per machine to decode a large data set while the others wait.
-COLLECTIVE_TIMEOUT = timedelta(hours=2)
+PATIENCE = timedelta(hours=2)
+# A process that has not come to a step for this long is lost. One that has died is noticed at once.
+LOST_AFTER = timedelta(minutes=10)
+ROLL_CALL = timedelta(seconds=10)
 
 
 class Processes:
@@ -38,7 +48,10 @@ class Processes:
         self.count: int = accelerator.num_processes
         self.is_main: bool = accelerator.is_main_process
         self.is_local_main: bool = accelerator.is_local_main_process
-        self.control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if self.count > 1 else None
+        if self.count > 1:
+            self._control = dist.new_group(backend="gloo", timeout=LOST_AFTER)
+            self._patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+            self._roll_call = self._open_store()
 
     @property
     def local_count(self) -> int:
@@ -47,37 +60,74 @@ class Processes:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any process; all must ask."""
-        if self.control is None:
+        if self.count == 1:
             return flag
         shared = torch.tensor([flag], dtype=torch.int8)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.control)
+        with self.noticing_loss():
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._control)
         return bool(shared.item())
 
     def collect(self, item: object) -> list:
         """What every process has, on every process; for rare and small things."""
-        if self.control is None:
+        if self.count == 1:
             return [item]
         items = [None] * self.count
-        dist.all_gather_object(items, item, group=self.control)
+        with self.noticing_loss():
+            dist.all_gather_object(items, item, group=self._patient)
         return items
 
     def wait(self) -> None:
-        if self.control is not None:
-            dist.barrier(group=self.control)
+        if self.count > 1:
+            with self.noticing_loss():
+                dist.barrier(group=self._patient)
 
     @contextmanager
-    def main_first(self, local: bool = True) -> Iterator[None]:
-        """The main process (of each machine) goes first; if it fails, it says so before anyone waits for it."""
-        first = self.is_local_main if local else self.is_main
-        if not first:
+    def main_first(self) -> Iterator[None]:
+        """The main process of each machine goes first; if it fails, it says so before anyone waits for it."""
+        if not self.is_local_main:
             self.wait()
         yield
-        if first:
+        if self.is_local_main:
             self.wait()
+
+    @contextmanager
+    def noticing_loss(self) -> Iterator[None]:
+        """Where processes talk: if one no longer answers, end with its number instead of a hang or a traceback."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.count == 1 or not LOST_CONTACT.search(str(error)):
+                raise
+            lost = self._lost() or "(one of them)"
+            raise RunFailed(
+                f"process {lost} of {self.count} no longer answers, so the others end too; its own output says why. "
+                f"Start the same command again to continue from the last checkpoint"
+            ) from error
+
+    def _open_store(self) -> dist.TCPStore:
+        """A place to answer a roll call that needs no connection to the one who is lost; process 0 keeps it."""
+        host = os.environ["MASTER_ADDR"]
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.is_main else None
+        port = self.collect(store.port if store is not None else None)[0]
+        return store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+    def _lost(self) -> str:
+        """The numbers of the processes that do not answer a roll call."""
+        try:
+            self._roll_call.set(str(self.index), "here")
+        except RuntimeError:
+            return "0"
+        end, lost = time.monotonic() + ROLL_CALL.total_seconds(), []
+        for index in range(self.count):
+            try:
+                self._roll_call.wait([str(index)], timedelta(seconds=max(0.1, end - time.monotonic())))
+            except RuntimeError:
+                lost.append(str(index))
+        return ", ".join(lost)
 
     def finish(self) -> None:
         """Leave the group in good order."""
-        if self.control is not None:
+        if self.count > 1:
             dist.destroy_process_group()
 
     def synchronize(self) -> None:
@@ -92,6 +142,8 @@ def start_processes(config: TrainingConfig, precision: str) -> Processes:
     from accelerate.utils import DistributedDataParallelKwargs
 
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        _join_again(world_size)
     try:
         accelerator = Accelerator(
             # Where there is no GPU, accelerate joins the others only when told to use the CPU; otherwise each
@@ -99,13 +151,15 @@ def start_processes(config: TrainingConfig, precision: str) -> Processes:
             cpu=world_size > 1 and not torch.accelerator.is_available(),
             mixed_precision=precision,
             kwargs_handlers=[
-                InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
+                InitProcessGroupKwargs(timeout=LOST_AFTER),
                 # The buckets that are exchanged double as gradients, which saves a copy of them.
                 DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             ],
         )
     except ValueError as error:  # fp16 or bf16 where the device has none, for example
         raise UserError(f"--mixed_precision {precision}: {error}") from error
+    if precision == "fp16" and accelerator.scaler is None:
+        raise UserError(f"--mixed_precision fp16: not available on {accelerator.device.type}; use bf16 or no")
     if accelerator.num_processes != world_size:
         raise UserError(
             f"{world_size} processes were started (WORLD_SIZE), but {accelerator.num_processes} found each other: "
@@ -116,12 +170,22 @@ def start_processes(config: TrainingConfig, precision: str) -> Processes:
     logger.info(accelerator.state)
     if processes.device.type == "cpu":
         _set_threads(processes)
-    if config.allow_tf32:
-        torch.backends.cuda.matmul.allow_tf32 = True
-        torch.backends.cudnn.allow_tf32 = True
-    else:
-        torch.backends.cudnn.allow_tf32 = False  # torch allows it for convolutions by default
+    # Both ways: torch allows it for convolutions by default, some containers allow it everywhere.
+    torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
+    torch.backends.cudnn.allow_tf32 = config.allow_tf32
     return processes
+
+
+def _join_again(world_size: int) -> None:
+    """Meet the other processes after torchrun has started all of them again.
+
+    torch 2.15 keeps the addresses of those that have died under the same keys and then waits for them (a bare
+    all-reduce under `torchrun --standalone --max-restarts` hangs); keys with the number of the restart do not clash.
+    """
+    store, rank, _ = next(dist.rendezvous("env://"))
+    attempt = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=world_size, timeout=LOST_AFTER)
 
 
 def _set_threads(processes: Processes) -> None:
@@ -132,15 +196,16 @@ def _set_threads(processes: Processes) -> None:
     launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     chosen = os.environ.get("OMP_NUM_THREADS")
     if chosen is None or (launched and chosen == "1"):
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes.local_count))
+        torch.set_num_threads(max(1, int(usable_cores()) // processes.local_count))
 
 
 def set_up_logging(is_main: bool) -> None:
-    """The format of the diffusers examples; INFO on the main process only, warnings of all."""
+    """The format of the diffusers examples, from the main process only: what all would say is said once."""
     logging.basicConfig(
         format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
         datefmt="%m/%d/%Y %H:%M:%S",
-        level=logging.INFO if is_main else logging.WARNING,
+        level=logging.INFO if is_main else logging.ERROR,
+        handlers=[BarFriendlyHandler()],
         force=True,
     )
     for noisy in ("httpx", "httpx2", "datasets", "PIL", "fsspec", "filelock"):

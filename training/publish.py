@@ -19,8 +19,9 @@ from urllib.parse import quote
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from huggingface_hub.utils import httpx
+from huggingface_hub.utils import HFValidationError, httpx, validate_repo_id
 
+from common.errors import UserError
 from common.files import write_atomically
 from training.config import (
     DataOptions,
@@ -64,6 +65,7 @@ def write_model_card(
     *,
     repo_id: str,
     dataset_name: str,
+    num_inference_steps: int,
     hyper_parameters: dict[str, object],
     step: int,
     weights: str,
@@ -80,10 +82,11 @@ def write_model_card(
         f"# {repo_id.split('/')[-1]}",
         f"A denoising diffusion probabilistic model (DDPM) of `{data_set}`: the {weights} weights of step {step}.",
         f"![Samples of step {step}](samples/{quote(grid.name)})" if grid else "",
-        f"## Usage\n\n{usage(repo_id)}",
+        f"## Usage\n\n{usage(repo_id, num_inference_steps)}",
         f"## Hyper-parameters\n\n{table('parameter', hyper_parameters)}",
         f"## Metrics\n\n{table('metric', metrics)}" if metrics else "",
-        "## Repeat this run\n\n```bash\npython train_unconditional.py --config config.yaml\n```",
+        "## Repeat this run\n\n```bash\n"
+        "python train_unconditional.py --config THIS_FOLDER/config.yaml --output_dir ANOTHER_FOLDER\n```",
     ]
     body = "\n\n".join(section for section in sections if section)
     content = scrub(f"---\n{data.to_yaml()}\n---\n\n{body}\n", str(hyper_parameters.get("hub_token") or ""))
@@ -98,13 +101,13 @@ def hub_datasets(dataset_name: str) -> list[str] | None:
     return [dataset_name] if is_hub_id else None
 
 
-def usage(repo_id: str) -> str:
+def usage(repo_id: str, num_inference_steps: int) -> str:
     return f"""\
 ```python
 from diffusers import DDPMPipeline
 
 {load_line(repo_id)}  # or this folder; .to("cuda") with a GPU
-images = pipeline(batch_size=4, num_inference_steps=1000).images  # ancestral sampling, as trained
+images = pipeline(batch_size=4, num_inference_steps={num_inference_steps}).images  # ancestral sampling, as trained
 images[0].save("sample.png")
 ```"""
 
@@ -219,6 +222,16 @@ def upload_command(output_dir: Path, repo_id: str, private: bool | None) -> str:
     return shlex.join(command)
 
 
+def check_push(config: TrainingConfig) -> None:
+    """Raise before the training if the push could never succeed."""
+    if config.push_to_hub:
+        repo_id = config.hub_model_id or Path(config.output_dir).resolve().name
+        try:
+            validate_repo_id(repo_id)
+        except HFValidationError as error:
+            raise UserError(f"--hub_model_id {repo_id}: not a name that the Hub accepts ({error})") from error
+
+
 def hyper_parameters(config: TrainingConfig) -> dict[str, object]:
     """What was trained and how; where it was stored and who pushed it is nobody's business."""
     described = (DataOptions, NetworkOptions, DiffusionOptions, OptimizerOptions, EMAOptions, LengthOptions)
@@ -235,6 +248,7 @@ def publish(config: TrainingConfig, state: TrainingState) -> None:
         output_dir,
         repo_id=repo_id,
         dataset_name=config.dataset_name or config.train_data_dir,
+        num_inference_steps=config.ddpm_num_steps,
         hyper_parameters=hyper_parameters(config),
         step=state.step,
         weights="raw" if state.ema is None else "moving-average",

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import resource
+import logging
+import math
+import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
-import torch.distributed as dist
 
-from common.errors import UserError
+from common import faults
 from common.files import write_atomically
 from common.progress import progress_bar
 
@@ -21,10 +24,11 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from training.config import TrainingConfig
-    from training.loop import TrainingState, Window
+    from training.loop import TrainingState
     from training.processes import Processes
 
-QUARTERS = 4
+logger = logging.getLogger(__name__)
+
 SMOOTHING = 0.99  # per step
 METRICS_FILE = "metrics.jsonl"
 
@@ -58,17 +62,19 @@ class Tracking:
         state: TrainingState,
         total_steps: int,
         batch_size: int,
+        over: bool,
     ):
         self.processes = processes
         self.batch_size = batch_size
-        self.num_train_timesteps = config.ddpm_num_steps
-        self.metrics: dict[str, float] = {}
         self.writes = processes.is_main
         output_dir = Path(config.output_dir)
+        self.path = output_dir / METRICS_FILE
+        self._unwritten: list[dict] = []
         if self.writes:
-            keep_lines_up_to(output_dir / METRICS_FILE, state.step)
-            self.file = (output_dir / METRICS_FILE).open("a", encoding="utf-8")
-        self.tracker = open_tracker(config, output_dir, state.step) if self.writes else None
+            # A line in the middle of a window, at the end of a run that now goes on, is not to stay.
+            last_line = state.step - (1 if state.window.steps and not over else 0)
+            keep_lines_up_to(self.path, last_line)
+        self.tracker = open_tracker(config, output_dir, last_line) if self.writes else None
         self.bar = progress_bar(
             total=total_steps,
             initial=state.step,
@@ -97,21 +103,23 @@ class Tracking:
     def advance(self) -> None:
         self.bar.update()
 
-    def log(self, state: TrainingState, window: Window) -> None:
-        """One line of metrics for the steps of the window, the same on all processes."""
-        metrics = self._averages(window)
-        # Fetching the averages has waited for the device, so the clock is true.
+    def log(self, state: TrainingState, learning_rate: float) -> float:
+        """One line of metrics for the steps of the window, the same on all processes; the smoothed loss."""
+        window = state.window
+        *by_quarter, objective, gradient_norm = window.sums.tolist()
+        loss = objective / window.steps
+        # Fetching the sums has waited for the device, so the clock is true.
         state.train_seconds = self.clock.train_seconds
         steps, seconds = state.step - self._last_step, state.train_seconds - self._last_seconds
-        keep = SMOOTHING**steps
-        if state.smoothed_loss is None:
-            state.smoothed_loss = metrics["loss"]
-        state.smoothed_loss = keep * state.smoothed_loss + (1 - keep) * metrics["loss"]
-        self.metrics = {
-            "loss": metrics.pop("loss"),
-            "smoothed_loss": state.smoothed_loss,
-            **metrics,
-            "lr": window.learning_rate,
+        keep = SMOOTHING**window.steps
+        smoothed_loss = loss if state.smoothed_loss is None else keep * state.smoothed_loss + (1 - keep) * loss
+        metrics = {
+            "loss": loss,
+            "smoothed_loss": smoothed_loss,
+            **{f"loss_q{q}": by_quarter[q] / count for q, count in enumerate(window.counts) if count},
+            # Under fp16 an overflow now and then is normal; JSON has no infinity.
+            **({"grad_norm": gradient_norm / window.steps} if math.isfinite(gradient_norm) else {}),
+            "lr": learning_rate,
             **({} if state.ema is None else {"ema_decay": state.ema.get_current_decay()}),
             "images_per_second": steps * self.batch_size / seconds,
             "data_wait_share": (self.clock.data_seconds - self._last_data) / seconds,
@@ -119,70 +127,59 @@ class Tracking:
         }
         self._last_step, self._last_seconds = state.step, state.train_seconds
         self._last_data = self.clock.data_seconds
-        if not self.writes:
-            return
-        line = {"step": state.step, "train_seconds": round(state.train_seconds, 3), **self.metrics}
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
-        if self.tracker is not None:
-            self.tracker.log({**self.metrics, "train_seconds": state.train_seconds}, step=state.step)
-        shown = {"loss": f"{self.metrics['loss']:.4f}", "lr": f"{window.learning_rate:.2e}", "step": state.step}
-        if state.ema is not None:
-            shown["ema_decay"] = f"{self.metrics['ema_decay']:.4f}"
+        if self.writes:
+            self._write(state, metrics)
+        return smoothed_loss
+
+    def _write(self, state: TrainingState, metrics: dict[str, float]) -> None:
+        self._unwritten.append({"step": state.step, "train_seconds": round(state.train_seconds, 3), **metrics})
+        try:
+            append_lines(self.path, self._unwritten)
+            faults.point("metrics")
+            self._unwritten = []
+        except OSError as error:
+            if len(self._unwritten) == 1:  # said once: the lines are kept and tried again with the next
+                logger.warning("The metrics of step %d cannot be written yet: %s", state.step, error.strerror)
+        self._to_tracker(
+            lambda tracker: tracker.log({**metrics, "train_seconds": state.train_seconds}, step=state.step)
+        )
+        shown = {"loss": f"{metrics['loss']:.4f}", "lr": f"{metrics['lr']:.2e}", "step": state.step}
+        if "ema_decay" in metrics:
+            shown["ema_decay"] = f"{metrics['ema_decay']:.4f}"
         self.bar.set_postfix(shown, refresh=False)
 
-    def _averages(self, window: Window) -> dict[str, float]:
-        """Loss, loss by quarter of t, and gradient norm over the window and all processes: one fetch."""
-        losses = torch.stack(window.losses).double() if self._has_float64 else torch.stack(window.losses)
-        timesteps = torch.stack(window.timesteps)[:, window.positions]
-        quarter = (timesteps * QUARTERS // self.num_train_timesteps).to(losses.device)
-        in_quarter = [quarter == number for number in range(QUARTERS)]
-        sums = torch.stack(
-            [
-                *(torch.where(mask, losses, 0).sum() for mask in in_quarter),
-                *(mask.sum().to(losses.dtype) for mask in in_quarter),
-                torch.stack(window.objectives).to(losses.dtype).sum(),
-            ]
-        )
-        if self.processes.count > 1:
-            dist.all_reduce(sums)
-        norm = torch.stack(window.gradient_norms).to(losses.dtype).mean()
-        *values, norm = torch.cat([sums, norm[None]]).tolist()
-        totals, counts, objective = values[:QUARTERS], values[QUARTERS:-1], values[-1]
-        by_quarter = {f"loss_q{q}": totals[q] / counts[q] for q in range(QUARTERS) if counts[q]}
-        loss = objective / len(window.objectives) / self.processes.count
-        return {"loss": loss, **by_quarter, "grad_norm": norm}
-
-    @property
-    def _has_float64(self) -> bool:
-        return self.processes.device.type != "mps"
-
     def _memory(self) -> dict[str, float]:
-        """Peak memory of this process and of its device, in gigabytes."""
-        peak = {"memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        """Memory of this process and peak memory of its device, in gigabytes."""
+        used = {"memory_gb": psutil.Process().memory_info().rss / 2**30}
         if self.processes.device.type == "cuda":
-            peak["device_memory_gb"] = torch.cuda.max_memory_allocated(self.processes.device) / 2**30
-        return peak
+            used["device_memory_gb"] = torch.cuda.max_memory_allocated(self.processes.device) / 2**30
+        return used
 
     def log_picture(self, name: str, picture: Image.Image, step: int) -> None:
-        if self.tracker is None:
-            return
-        if self.tracker.name == "tensorboard":
+        if self.tracker is not None and self.tracker.name == "tensorboard":
             import numpy
 
-            self.tracker.writer.add_image(name, numpy.asarray(picture), step, dataformats="HWC")
+            pixels = numpy.asarray(picture)
+            self._to_tracker(lambda tracker: tracker.writer.add_image(name, pixels, step, dataformats="HWC"))
         else:
-            self.tracker.log_images({name: [picture]}, step=step)
+            self._to_tracker(lambda tracker: tracker.log_images({name: [picture]}, step=step))
+
+    def _to_tracker(self, action: Callable) -> None:
+        """Curves are worth less than the run: if they cannot be written, they end."""
+        if self.tracker is None:
+            return
+        try:
+            action(self.tracker)
+        except OSError as error:
+            logger.warning("No more curves in %s: %s", self.tracker.name, error.strerror)
+            self.tracker = None
 
     def __enter__(self) -> Tracking:
         return self
 
     def __exit__(self, *failure) -> None:
         self.bar.close()
-        if self.tracker is not None:
-            self.tracker.finish()
-        if self.writes:
-            self.file.close()
+        self._to_tracker(lambda tracker: tracker.finish())
 
 
 def open_tracker(config: TrainingConfig, output_dir: Path, step: int):
@@ -195,15 +192,24 @@ def open_tracker(config: TrainingConfig, output_dir: Path, step: int):
     if config.logger == "tensorboard":
         tracker = TensorBoardTracker("", logging_dir, purge_step=step + 1)
     else:
-        try:
-            import wandb  # noqa: F401
-        except ImportError as error:
-            raise UserError("--logger wandb: wandb is not installed; `pip install wandb` or use tensorboard") from error
         tracker = WandBTracker(config.tracker_project_name, name=output_dir.name, dir=str(output_dir))
     tracker.start()
     # As text: TensorBoard takes no lists or missing values as hyper-parameters.
     tracker.log({"configuration": (output_dir / "config.yaml").read_text(encoding="utf-8")}, step=step)
     return tracker
+
+
+def append_lines(path: Path, values: list[dict]) -> None:
+    """All of the lines or, on a full disk, none of them."""
+    text = "".join(json.dumps(value) + "\n" for value in values).encode()
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            if file.write(text) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 def keep_lines_up_to(path: Path, step: int) -> None:
