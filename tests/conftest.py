@@ -13,40 +13,32 @@ ROOT = Path(__file__).parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
-@pytest.fixture(scope="session")
-def tiny_network(tmp_path_factory) -> Path:
+def make_tiny_network(folder: Path, **settings: object) -> Path:
     """The paper's network with few channels, for 8x8 grey images: a step takes milliseconds."""
     from diffusers import UNet2DModel
 
     from training.model import PAPER_ARITHMETIC
 
-    folder = tmp_path_factory.mktemp("tiny") / "network"
-    unet = UNet2DModel(
-        **{**PAPER_ARITHMETIC, "norm_num_groups": 4, "layers_per_block": 1},
-        sample_size=8,
-        in_channels=1,
-        out_channels=1,
-        block_out_channels=(8, 16),
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        dropout=0.1,
-    )
-    unet.save_config(folder)
+    shape = {
+        "norm_num_groups": 4,
+        "layers_per_block": 1,
+        "sample_size": 8,
+        "in_channels": 1,
+        "out_channels": 1,
+        "block_out_channels": (8, 16),
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+        "dropout": 0.1,
+    }
+    UNet2DModel(**{**PAPER_ARITHMETIC, **shape, **settings}).save_config(folder)
     return folder
 
 
-@pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory) -> Path:
-    """Decoded data of the tests, away from the user's."""
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="session")
-def tiny_flags(tiny_network, cache_dir) -> list[str]:
+def make_tiny_flags(network: Path, cache_dir: Path) -> list[str]:
     """Digits, the tiny network, and little of everything."""
     return [
         "--dataset_name=digits",
-        f"--model_config_name_or_path={tiny_network}",
+        f"--model_config_name_or_path={network}",
         f"--cache_dir={cache_dir}",
         "--resolution=8",
         "--no_random_flip",
@@ -60,23 +52,52 @@ def tiny_flags(tiny_network, cache_dir) -> list[str]:
     ]
 
 
-@pytest.fixture
-def train(tiny_flags, monkeypatch) -> Callable[..., Path]:
-    """Run the training script with these flags over the tiny ones (or another base); the run's folder is returned."""
+@pytest.fixture(scope="session")
+def tiny_network(tmp_path_factory) -> Path:
+    return make_tiny_network(tmp_path_factory.mktemp("tiny") / "network")
+
+
+@pytest.fixture(scope="session")
+def network_without_dropout(tmp_path_factory) -> Path:
+    """Dropout is drawn per process and pass: without it, how a batch is divided changes nothing."""
+    return make_tiny_network(tmp_path_factory.mktemp("tiny") / "network", dropout=0.0)
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory) -> Path:
+    """Decoded data of the tests, away from the user's."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def tiny_flags(tiny_network, cache_dir) -> list[str]:
+    return make_tiny_flags(tiny_network, cache_dir)
+
+
+def run_training(output_dir: Path, flags: list[str]) -> Path:
+    """The training script in this process; the run's folder is returned."""
     from accelerate.state import AcceleratorState
 
     import train_unconditional
 
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.set_num_threads(1)
+    before, sys.argv = sys.argv, ["train_unconditional.py", *flags, f"--output_dir={output_dir}"]
+    try:
+        train_unconditional.main()
+    finally:
+        sys.argv = before
+    return output_dir
+
+
+@pytest.fixture
+def train(tiny_flags, monkeypatch) -> Callable[..., Path]:
+    """Run the training script with these flags over the tiny ones, or over others."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def run(output_dir: Path, *flags: str, base: list[str] = tiny_flags) -> Path:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        arguments = ["train_unconditional.py", *base, f"--output_dir={output_dir}", *flags]
-        monkeypatch.setattr(sys, "argv", arguments)
-        torch.set_num_threads(1)
-        train_unconditional.main()
-        return output_dir
+        return run_training(output_dir, [*base, *flags])
 
     yield run
     logging.getLogger().handlers.clear()

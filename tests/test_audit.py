@@ -1,6 +1,9 @@
 """The audit reads what trains, and marks every deviation and nothing else."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from schedulers.ddpm import build_scheduler
 from training.audit import audit, format_audit
@@ -28,6 +31,7 @@ def rows_of(unet, *flags: str, processes: int = 1):
         resolve_batch(config, processes),
         processes,
         resolve_precision(config),
+        50_000,
     )
 
 
@@ -37,7 +41,7 @@ def deviations(*args, **kwargs) -> list[str]:
 
 def test_the_paper_does_not_deviate_from_itself(paper_unet):
     assert deviations(paper_unet) == []
-    assert "This is the paper's CIFAR-10 run." in format_audit(rows_of(paper_unet))
+    assert "No deviation from the paper's CIFAR-10 run" in format_audit(rows_of(paper_unet))
     assert deviations(paper_unet, "--train_batch_size=16", processes=8) == []
 
 
@@ -61,7 +65,6 @@ def test_the_paper_does_not_deviate_from_itself(paper_unet):
         (["--ema_max_decay=0.999"], "EMA"),
         (["--ema_warmup"], "EMA"),
         (["--mixed_precision=bf16"], "precision"),
-        (["--allow_tf32"], "precision"),
         (["--no_random_flip"], "flips"),
     ],
 )
@@ -90,3 +93,17 @@ def test_the_library_network_is_marked_though_its_size_is_the_same(paper_unet):
 
 def test_dropout_is_read_off_the_network():
     assert "dropout" in deviations(build_unet(8, 1, dropout=0.0))
+
+
+def test_tf32_is_read_off_the_backend(paper_unet):
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert deviations(paper_unet) == ["precision"]
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def test_other_data_is_a_deviation(paper_unet):
+    row = next(row for row in rows_of(paper_unet) if row.what == "data")
+    assert not row.deviates
+    assert replace(row, this_run="1,541 images").deviates

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import get_args, get_type_hints
 
 import pytest
 import yaml
@@ -63,6 +64,10 @@ def test_flags_override_the_file(tmp_path):
     assert (config.learning_rate, config.resolution, config.use_ema, config.channels) == (3e-4, 8, False, "1")
     assert parse_config([f"--config={file}", "--use_ema"]).use_ema is True
     assert parse_config([f"--config={file}", "--train_data_dir=photos"]).dataset_name is None
+    file.write_text("train_data_dir: photos\nmax_train_steps: 10\nsave_images_epochs: 1\nmixed_precision: no\n")
+    config = parse_config([f"--config={file}", "--dataset_name=digits", "--num_epochs=3", "--save_images_steps=5"])
+    assert (config.train_data_dir, config.max_train_steps, config.save_images_epochs) == (None, None, None)
+    assert config.mixed_precision == "no"
 
 
 def test_the_names_of_diffusers_are_accepted():
@@ -85,6 +90,8 @@ def test_the_names_of_diffusers_are_accepted():
         (["--resoluton=32"], "did you mean --resolution?"),
         (["--lr_warmup", "5"], "did you mean --lr_warmup_steps?"),
         (["--no_use_emma"], "did you mean --no_use_ema?"),
+        (["--batch_size=3"], "did you mean --train_batch_size?"),
+        (["--output_dir="], "--output_dir is empty"),
         (["--resolution=big"], "invalid int value: 'big'"),
         (["--logger=mlflow"], "choose from"),
         (["--mixed_precision=int8"], "choose from"),
@@ -94,11 +101,14 @@ def test_the_names_of_diffusers_are_accepted():
         (["--learning_rate=-1"], "--learning_rate -1.0: must be greater than 0"),
         (["--ddpm_num_inference_steps=2000"], "more than the 1000 steps"),
         (["--logger=wandb", "--hub_token=hf_secret"], "hf auth login"),
+        (["--logger=wandb"], "wandb is not installed"),
         (["--config"], "needs the name"),
         (["--config=missing.yaml"], "missing.yaml: cannot be read"),
     ],
 )
-def test_mistakes_are_explained(flags, message):
+def test_mistakes_are_explained(flags, message, monkeypatch):
+    wandb_is_there = "hf auth login" in message
+    monkeypatch.setattr("training.config.importlib.util.find_spec", lambda name: wandb_is_there or None)
     with pytest.raises(UserError) as caught:
         parse(*flags)
     assert message in str(caught.value)
@@ -155,15 +165,14 @@ def test_batch_that_does_not_work_out(flags, processes):
 
 def test_saved_configuration_repeats_the_run(tmp_path):
     given = parse("--train_batch_size=16", "--num_epochs=3", "--learning_rate=1e-5", "--hub_token=hf_secret")
-    resolved = with_resolved(given, resolve_batch(given, 2), resolve_steps(given, 10), channels=1)
+    resolved = with_resolved(given, resolve_batch(given, 2), resolve_steps(given, 10), channels=1, precision="no")
     save_config(resolved, tmp_path / "config.yaml")
     assert "hf_secret" not in (tmp_path / "config.yaml").read_text()
     again = parse_config([f"--config={tmp_path / 'config.yaml'}"])
-    for processes, per_device in ((1, 16), (2, 16)):  # the total stays, whatever the number of processes
-        assert resolve_batch(again, processes).total == 32
-        assert resolve_batch(again, processes).per_device == per_device
+    for processes in (1, 2, 4, 32):  # the total stays, whatever the number of processes
+        assert resolve_batch(again, processes) == Batch(32 // processes, 1, 32)
     assert resolve_steps(again, 10) == 30
-    repeated = with_resolved(again, resolve_batch(again, 2), resolve_steps(again, 10), channels=1)
+    repeated = with_resolved(again, resolve_batch(again, 2), resolve_steps(again, 10), channels=1, precision="no")
     save_config(repeated, tmp_path / "again.yaml")
     assert (tmp_path / "again.yaml").read_text() == (tmp_path / "config.yaml").read_text()
 
@@ -188,3 +197,16 @@ def test_help_needs_no_heavy_import():
     assert "heavy []" in shown
     for heading in ("data:", "network:", "diffusion:", "optimiser:", "output:", "hub:"):
         assert heading in shown
+
+
+def test_choices_are_the_registries():
+    from schedulers.betas import BETA_SCHEDULES, DIFFUSERS_NAMES
+    from schedulers.ddpm import VARIANCE_TYPES
+    from schedulers.timesteps import TIMESTEP_SAMPLERS
+    from schedulers.weighting import LOSS_WEIGHTINGS
+
+    hints = get_type_hints(TrainingConfig)
+    assert set(get_args(hints["ddpm_beta_schedule"])) == BETA_SCHEDULES.keys() | set(DIFFUSERS_NAMES.values())
+    assert set(get_args(hints["timestep_sampler"])) == set(TIMESTEP_SAMPLERS)
+    assert set(get_args(hints["loss_weighting"])) == set(LOSS_WEIGHTINGS)
+    assert set(get_args(hints["variance_type"])) == set(VARIANCE_TYPES)

@@ -6,7 +6,8 @@ import sys
 import numpy as np
 import torch
 
-from generation.denoise import denoise, to_uint8
+from common.randomness import standard_normal
+from generation.denoise import NOISE_KEY, denoise, to_uint8
 from schedulers.ddpm import ExactDDPMScheduler
 
 # A stock scheduler has float32 tables; over all 1000 steps that has been measured as 0.004 of 255 grey levels.
@@ -43,6 +44,26 @@ def test_stock_diffusers_draws_the_same_images(train, tmp_path):
     print(f"largest difference from stock diffusers over 1000 steps: {difference:.4f} grey levels")
     assert ours.std() > 0.1  # images, not a flat field
     assert difference < LARGEST_DIFFERENCE
+
+
+def test_the_denoising_loop_is_that_of_the_stock_scheduler(train, tmp_path, monkeypatch):
+    """`denoise`, which draws the grids, against the stock scheduler's step with the same noise."""
+    from diffusers import DDPMPipeline
+
+    run = train(tmp_path / "run", "--max_train_steps=100", "--learning_rate=2e-3", "--logging_steps=100")
+    pipeline = DDPMPipeline.from_pretrained(run)
+    seeds = torch.arange(4)
+    exact = ExactDDPMScheduler.from_config(pipeline.scheduler.config)
+    ours = denoise(pipeline.unet, exact, seeds, (1, 8, 8), 1000)
+
+    pipeline.scheduler.set_timesteps(1000)
+    samples = standard_normal(NOISE_KEY, seeds, 0, (1, 8, 8))
+    for number, t in enumerate(pipeline.scheduler.timesteps, start=1):
+        noise = standard_normal(NOISE_KEY, seeds, number, (1, 8, 8))
+        monkeypatch.setattr("diffusers.schedulers.scheduling_ddpm.randn_tensor", lambda *args, noise=noise, **_: noise)
+        with torch.no_grad():
+            samples = pipeline.scheduler.step(pipeline.unet(samples, t).sample, t, samples).prev_sample
+    assert (ours - samples).abs().max() * 127.5 < LARGEST_DIFFERENCE
 
 
 def test_an_image_depends_on_its_seed_alone(tiny_network):

@@ -1,6 +1,5 @@
 """Real processes under every launcher: the same run, whatever starts it and however many share it."""
 
-import json
 import os
 import subprocess
 import sys
@@ -21,7 +20,12 @@ def launch(launcher: list[str], flags: list[str], succeed: bool = True) -> subpr
     # One thread each: two processes with two threads on two cores stand in each other's way.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [*launcher, "train_unconditional.py", *flags], cwd=ROOT, env=environment, capture_output=True, text=True
+        [*launcher, "train_unconditional.py", *flags],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert (done.returncode == 0) is succeed, done.stderr
     return done
@@ -32,12 +36,8 @@ def torchrun(processes: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def flags(tiny_flags, tiny_network, tmp_path_factory) -> list[str]:
-    """The tiny network without dropout, which is drawn per process: then the number of processes changes nothing."""
-    settings = json.loads((tiny_network / "config.json").read_text()) | {"dropout": 0.0}
-    network = tmp_path_factory.mktemp("network")
-    (network / "config.json").write_text(json.dumps(settings))
-    return [*tiny_flags, *FLAGS, f"--model_config_name_or_path={network}", "--total_batch_size=16"]
+def flags(tiny_flags, network_without_dropout) -> list[str]:
+    return [*tiny_flags, *FLAGS, f"--model_config_name_or_path={network_without_dropout}", "--total_batch_size=16"]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,9 @@ def alone(flags, tmp_path_factory) -> Path:
 )
 def test_two_processes_make_the_same_run(launcher, flags, alone, tmp_path):
     run = tmp_path / "run"
-    done = launch(launcher, [*flags, f"--output_dir={run}", "--train_batch_size=8"])
+    # Under torchrun with accumulation as well.
+    per_device = 4 if launcher == torchrun(2) else 8
+    done = launch(launcher, [*flags, f"--output_dir={run}", f"--train_batch_size={per_device}"])
     assert "Num processes: 2" in done.stderr
     assert done.stderr.count("***** Running training *****") == 1
     assert losses_of(run) == pytest.approx(losses_of(alone), rel=1e-5)

@@ -95,6 +95,7 @@ def write_card(folder: Path, **changes: object) -> Path:
     arguments = {
         "repo_id": "my-run",
         "dataset_name": "uoft-cs/cifar10",
+        "num_inference_steps": 1000,
         "hyper_parameters": {"learning_rate": 2e-4, "seed": 0},
         "step": 5,
         "weights": "EMA",
@@ -342,7 +343,7 @@ def test_model_card(tmp_path: Path):
     assert "| `learning_rate` | `0.0002` |" in card.text
     assert r"| `note` | `a\|b c'd` |" in card.text
     assert "| `fid@10000` | `12.25` |" in card.text
-    assert "python train_unconditional.py --config config.yaml" in card.text
+    assert "python train_unconditional.py --config THIS_FOLDER/config.yaml" in card.text
     assert "older card" not in str(card)
     assert "token` |" not in str(card)
     assert TOKEN not in str(card)

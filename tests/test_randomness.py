@@ -61,3 +61,10 @@ def test_seeds_are_stable_and_streams_apart():
     draws = [torch.rand(4, generator=generator_for(0, "order", epoch)) for epoch in (0, 0, 1)]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
+
+
+def test_processes_differ_from_one_another():
+    """Each process has its own positions in the batch, hence its own noise, and its own dropout."""
+    noise = standard_normal(1, torch.arange(16), 0, (64,)).unflatten(0, (2, 8))
+    assert not torch.isclose(noise[0], noise[1]).any(dim=1).all()
+    assert len({derive_seed(0, "dropout", 5, process) for process in range(64)}) == 64

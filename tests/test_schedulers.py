@@ -39,6 +39,8 @@ def test_betas_are_float64_and_valid(name):
     assert betas.shape == (T,)
     assert (betas > 0).all()
     assert (betas <= 1).all()
+    assert betas[0] <= betas[-1]
+    assert (1 - betas).prod() < 1e-2  # what is left of the image at the end
 
 
 def test_linear_is_the_papers():
@@ -57,6 +59,9 @@ def test_the_papers_other_schedules():
     warm = make_betas("warmup10", T)
     np.testing.assert_allclose(warm[:100].numpy(), np.linspace(1e-4, 0.02, 100), rtol=1e-14)
     assert (warm[100:] == 0.02).all()
+    warm = make_betas("warmup50", T)
+    np.testing.assert_allclose(warm[:500].numpy(), np.linspace(1e-4, 0.02, 500), rtol=1e-14)
+    assert (warm[500:] == 0.02).all()
 
 
 @pytest.mark.parametrize("schedule", ["linear", "quadratic", "cosine", "sigmoid"])
@@ -176,6 +181,16 @@ def test_timestep_samplers_draw_what_they_describe(name):
     expected = density * drawn.numel()
     chi_square = ((counts - expected) ** 2 / expected).sum().item()
     assert chi_square < T + 6 * (2 * T) ** 0.5  # six deviations; a stratified draw has less
+
+
+@pytest.mark.parametrize("name", TIMESTEP_SAMPLERS)
+def test_timestep_samplers_draw_from_their_generator_alone(name):
+    draws = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        draws.append(TIMESTEP_SAMPLERS[name](T).sample(64, generator_for("a")))
+    assert all(torch.equal(first, second) for first, second in zip(*draws, strict=True))
+    assert not torch.equal(draws[0][0], TIMESTEP_SAMPLERS[name](T).sample(64, generator_for("b"))[0])
 
 
 def test_stratified_covers_every_slice():

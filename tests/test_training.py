@@ -1,14 +1,17 @@
 """A run in this process: what it writes, that it repeats itself, and how it ends when something is wrong."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 import yaml
-from conftest import losses_of, metrics_of
+from conftest import losses_of, metrics_of, run_training
 from safetensors.torch import load_file
 
 from common.errors import RunFailed, UserError
 from training.config import parse_config
-from training.output import make_output_dir
+from training.output import open_run
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -16,25 +19,12 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory, tiny_flags):
     """Twelve steps with a checkpoint and a grid at every fourth, with TensorBoard."""
-    import sys
-
-    from accelerate.state import AcceleratorState
-
-    import train_unconditional
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    output_dir = tmp_path_factory.mktemp("runs") / "twelve steps"
     flags = ["--max_train_steps=12", "--checkpointing_steps=4", "--save_images_steps=4", "--logger=tensorboard"]
-    before, sys.argv = sys.argv, ["train_unconditional.py", *tiny_flags, f"--output_dir={output_dir}", *flags]
-    try:
-        train_unconditional.main()
-    finally:
-        sys.argv = before
-    return output_dir
+    return run_training(tmp_path_factory.mktemp("runs") / "twelve steps", [*tiny_flags, *flags])
 
 
 def test_what_a_run_writes(finished_run):
-    top = {path.name for path in finished_run.iterdir()}
+    top = {path.name for path in finished_run.iterdir()} - {".lock"}
     assert top == {
         "config.yaml", "metrics.jsonl", "logs", "samples", "unet", "scheduler", "model_index.json", "README.md",
         "checkpoint-4", "checkpoint-8", "checkpoint-12",
@@ -125,41 +115,22 @@ def test_config_of_the_run_repeats_it(finished_run, train, tmp_path):
     assert losses_of(again) == losses_of(finished_run)[:3]
 
 
-def test_accumulation_is_the_same_batch(finished_run, train, tmp_path):
-    """Only dropout, which is drawn per forward pass, may differ: without it the losses agree."""
-    flags = ["--max_train_steps=5", "--save_images_steps=100", "--model_config_name_or_path", without_dropout(tmp_path)]
+def test_accumulation_is_the_same_batch(network_without_dropout, train, tmp_path):
+    flags = [
+        "--max_train_steps=5",
+        "--save_images_steps=100",
+        f"--model_config_name_or_path={network_without_dropout}",
+    ]
     whole = train(tmp_path / "whole", *flags)
     parts = train(tmp_path / "parts", *flags, "--train_batch_size=4", "--total_batch_size=16")
     assert losses_of(parts) == pytest.approx(losses_of(whole), rel=1e-5)
     assert [line["lr"] for line in metrics_of(parts)] == [line["lr"] for line in metrics_of(whole)]
 
 
-def without_dropout(folder) -> str:
-    import json
-
-    from diffusers import UNet2DModel
-
-    from training.model import PAPER_ARITHMETIC
-
-    unet = UNet2DModel(
-        **{**PAPER_ARITHMETIC, "norm_num_groups": 4, "layers_per_block": 1},
-        sample_size=8,
-        in_channels=1,
-        out_channels=1,
-        block_out_channels=(8, 16),
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )
-    unet.save_config(folder / "network")
-    assert json.loads((folder / "network" / "config.json").read_text())["dropout"] == 0.0
-    return str(folder / "network")
-
-
 @pytest.mark.parametrize(
     "flags",
     [
         ["--mixed_precision=bf16"],
-        ["--mixed_precision=fp16"],
         ["--no_use_ema"],
         ["--ema_warmup"],
         ["--prediction_type=v_prediction", "--loss_weighting=min_snr"],
@@ -270,7 +241,7 @@ def test_places_that_cannot_be_written(train, tmp_path):
     with pytest.raises(UserError, match="is a file, not a folder"):
         train(tmp_path / "file" / "run")
     with pytest.raises(UserError, match="cannot be written|no permission"):
-        make_output_dir(parse_config(["--output_dir=/sys/run"]), is_main=True)  # not even for root
+        open_run(parse_config(["--output_dir=/sys/run"]), SimpleNamespace(is_main=True))  # not even for root
 
 
 def test_a_full_disk_at_the_start(train, tmp_path, monkeypatch):
@@ -295,3 +266,68 @@ def assert_same_checkpoint(first, second) -> None:
         a, b = load_file(first / name), load_file(second / name)
         assert a.keys() == b.keys()
         assert all(torch.equal(a[key], b[key]) for key in a), name
+
+
+def test_what_is_not_a_run_is_left_alone(train, tmp_path):
+    project = tmp_path / "project"
+    (project / "unet").mkdir(parents=True)
+    (project / "unet" / "important.txt").write_text("mine")
+    (project / "notes.txt").write_text("mine")
+    for flags in ([], ["--overwrite_output_dir"]):
+        with pytest.raises(UserError, match="holds something else than a run .notes.txt"):
+            train(project, "--max_train_steps=2", *flags)
+    assert (project / "unet" / "important.txt").read_text() == "mine"
+
+
+def test_overwriting_removes_the_run_and_nothing_else(train, tmp_path):
+    run = train(tmp_path / "run", "--max_train_steps=2")
+    (run / "notes.txt").write_text("mine")
+    train(run, "--max_train_steps=1", "--overwrite_output_dir")
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert (run / "notes.txt").read_text() == "mine"
+    with pytest.raises(UserError, match="would delete it"):
+        train(run, "--overwrite_output_dir", "--resume_from_checkpoint=checkpoint-1")
+
+
+def test_another_task_does_not_continue_a_run(train, finished_run):
+    with pytest.raises(UserError, match="holds a run with other settings .prediction_type epsilon -> sample"):
+        train(finished_run, "--max_train_steps=20", "--prediction_type=sample")
+    assert yaml.safe_load((finished_run / "config.yaml").read_text())["prediction_type"] == "epsilon"
+
+
+def test_a_time_budget_is_that_of_the_whole_run(train, tmp_path, capsys):
+    flags = ["--max_train_steps=1000000", "--logging_steps=10"]
+    run = train(tmp_path / "run", *flags, "--max_train_seconds=0.5")
+    steps = metrics_of(run)[-1]["step"]
+    assert "has used its 0.5 seconds of training" in capsys.readouterr().err
+    train(run, *flags, "--max_train_seconds=0.5")
+    assert metrics_of(run)[-1]["step"] == steps
+    train(run, *flags, "--max_train_seconds=1")
+    assert metrics_of(run)[-1]["step"] > steps
+
+
+def test_fp16_needs_a_device_that_has_it(train, tmp_path):
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="--mixed_precision fp16: not available on cpu"):
+            train(tmp_path / "run", "--mixed_precision=fp16")
+
+
+def test_the_gradient_scaler_of_fp16(train, tmp_path, monkeypatch):
+    """The scaler itself works on a CPU too; its scale is saved."""
+    import training.processes
+
+    start = training.processes.start_processes
+
+    def with_scaler(config, precision):
+        processes = start(config, precision)
+        processes.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        return processes
+
+    monkeypatch.setattr(training.processes, "start_processes", with_scaler)
+    run = train(tmp_path / "run", "--max_train_steps=12")
+    losses = losses_of(run)
+    assert sum(losses[-4:]) < sum(losses[:4])
+    state = json.loads((run / "checkpoint-12" / "state.json").read_text())
+    assert state["gradient_scaler"]["scale"] == 2.0**10
+    train(run, "--max_train_steps=13")
+    assert len(losses_of(run)) == 13

@@ -1,0 +1,200 @@
+"""Kill runs with SIGKILL, again and again, and compare what they end with to a run that was left alone.
+
+    python tests/storm.py --kills 25      # what `make faults` does; writes docs/reliability.json
+
+A kill comes at a random moment or at a named point of the program (`common/faults.py`). Everything a run leaves must
+be the same to the bit: weights, moving average, optimiser, state, sample grids, metrics, curves.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parent.parent
+TIMING = ("train_seconds", "images_per_second", "data_wait_share", "memory_gb")
+POINTS = {  # and how often a run comes past, at most
+    "update": 120,
+    "metrics": 17,
+    "grid": 4,
+    "save-file": 36,
+    "save-manifest": 6,
+    "save-renamed": 6,
+    "prune": 3,
+    "pipeline": 2,
+}
+
+
+@dataclass
+class Scenario:
+    """A run, in pieces of 120 steps' length: mid-epoch, with windows and checkpoints that do not coincide."""
+
+    name: str
+    processes: int = 1
+    flags: list[str] = field(default_factory=list)
+    budget: float | None = None  # of seconds: a first part of the run ends by itself
+
+    def command(self, output_dir: Path, tiny_flags: list[str]) -> list[str]:
+        alone = [sys.executable]
+        together = [*alone, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.processes}"]
+        return [
+            *(alone if self.processes == 1 else together),
+            "train_unconditional.py",
+            *tiny_flags,
+            "--max_train_steps=120",
+            "--checkpointing_steps=20",
+            "--save_images_steps=40",
+            "--logging_steps=7",
+            "--logger=tensorboard",
+            f"--train_batch_size={16 // self.processes}",
+            *self.flags,
+            f"--output_dir={output_dir}",
+        ]
+
+
+SCENARIOS = [
+    Scenario("one process"),
+    Scenario("two processes", processes=2),
+    Scenario("gradient accumulation", flags=["--train_batch_size=4", "--total_batch_size=16"]),
+    Scenario("streamed images, data workers", flags=["--in_memory_limit_gb=0", "--dataloader_num_workers=2"]),
+    Scenario("a budget of training time", budget=0.5),
+]
+
+
+def start(command: list[str], fault: str = "") -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "EXACT_DDPM_FAULT": fault}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def run_to_the_end(command: list[str]) -> float:
+    begin = time.monotonic()
+    process = start(command)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output.decode()[-3000:]
+    return time.monotonic() - begin
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """SIGKILL for a launcher and all that it started."""
+    family = [process.pid]
+    with suppress(psutil.NoSuchProcess):
+        family += [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    for pid in family:
+        with suppress(ProcessLookupError):
+            os.kill(pid, 9)
+    process.communicate()
+
+
+def killed_once(command: list[str], fault: str, seconds: float) -> str:
+    """Start and kill: at the named point, or after so many seconds. What happened, for the record."""
+    process = start(command, fault)
+    try:
+        process.communicate(timeout=300 if fault else seconds)
+    except subprocess.TimeoutExpired:
+        kill_all(process)
+        return f"killed after {seconds:.1f} s"
+    return f"killed at {fault}" if process.returncode != 0 else "finished before the kill"
+
+
+def differences(run: Path, reference: Path) -> list[str]:
+    """What is not the same to the bit in two runs."""
+    found = []
+    checkpoints = [
+        max(folder.glob("checkpoint-*"), key=lambda path: int(path.name[11:])) for folder in (run, reference)
+    ]
+    if checkpoints[0].name != checkpoints[1].name:
+        return [f"{checkpoints[0].name} instead of {checkpoints[1].name}"]
+    for path in sorted(checkpoints[1].rglob("*.safetensors")):
+        name = path.relative_to(checkpoints[1])
+        if (checkpoints[0] / name).read_bytes() != path.read_bytes():
+            found.append(str(name))
+    for name in ("unet", "samples"):
+        paths = sorted((reference / name).iterdir())
+        found += [f"{name}/{path.name}" for path in paths if (run / name / path.name).read_bytes() != path.read_bytes()]
+    states = [json.loads((folder / "state.json").read_text()) for folder in checkpoints]
+    if {**states[0], "train_seconds": 0} != {**states[1], "train_seconds": 0}:
+        found.append("state.json")
+    lines = [
+        [
+            {name: value for name, value in json.loads(line).items() if name not in TIMING}
+            for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
+        for folder in (run, reference)
+    ]
+    if lines[0] != lines[1]:
+        found.append("metrics.jsonl")
+    if curve(run) != curve(reference):
+        found.append("TensorBoard")
+    left = [path.name for path in run.iterdir() if path.name.startswith(".") and path.name != ".lock"]
+    return found + [f"left behind: {name}" for name in left]
+
+
+def curve(run: Path) -> list[tuple[int, float]]:
+    """The loss as TensorBoard shows it, which drops what a later writer purges."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "logs"), purge_orphaned_data=True).Reload()
+    return [(event.step, event.value) for event in events.Scalars("loss")]
+
+
+def storm(scenario: Scenario, kills: list[tuple[str, float]], tiny_flags: list[str], folder: Path) -> dict:
+    """One scenario: a reference, a run killed again and again, and what differs in the end."""
+    reference, run = folder / "reference", folder / "run"
+    run_to_the_end(scenario.command(reference, tiny_flags))
+    if scenario.budget is not None:
+        run_to_the_end([*scenario.command(run, tiny_flags), f"--max_train_seconds={scenario.budget}"])
+    events = [killed_once(scenario.command(run, tiny_flags), fault, seconds) for fault, seconds in kills]
+    run_to_the_end(scenario.command(run, tiny_flags))
+    return {
+        "scenario": scenario.name,
+        "kills": sum(event.startswith("killed") for event in events),
+        "events": events,
+        "differences": differences(run, reference),
+    }
+
+
+def random_kills(count: int, generator: random.Random, longest: float) -> list[tuple[str, float]]:
+    """Half at named points, half at moments from the start-up of the program to its end."""
+    kills = []
+    for number in range(count):
+        point = generator.choice(list(POINTS))
+        at_point = f"{point}@{generator.randint(1, max(1, POINTS[point] // 3))}"
+        kills.append((at_point, 0.0) if number % 2 else ("", generator.uniform(0.5, longest)))
+    return kills
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=25, help="kills of each scenario")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    generator = random.Random(arguments.seed)
+    sys.path.insert(0, str(ROOT))
+    from conftest import make_tiny_flags, make_tiny_network
+
+    results = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tiny_flags = make_tiny_flags(make_tiny_network(folder / "network"), folder / "cache")
+        for scenario in SCENARIOS:
+            place = folder / scenario.name
+            longest = 1.2 * run_to_the_end(scenario.command(place / "first", tiny_flags))
+            results.append(storm(scenario, random_kills(arguments.kills, generator, longest), tiny_flags, place))
+            shown = results[-1]["differences"] or "none"
+            print(f"{scenario.name}: {results[-1]['kills']} kills, differences: {shown}", flush=True)
+    record = {"seed": arguments.seed, "cores": os.cpu_count(), "scenarios": results, "points": list(POINTS)}
+    (ROOT / "docs" / "reliability.json").write_text(json.dumps(record, indent=1) + "\n")
+    sys.exit(1 if any(result["differences"] for result in results) else 0)
+
+
+if __name__ == "__main__":
+    main()
