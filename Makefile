@@ -13,8 +13,8 @@ demo: .venv/.installed ## train the embedded digits and look at samples
 test: .venv/.installed-dev ## the whole test suite
 	@$(ENVIRONMENT) -m pytest
 
-faults: .venv/.installed-dev ## kill runs for a quarter of an hour or more and compare what is left
-	@$(ENVIRONMENT) tests/storm.py --kills 25
+faults: .venv/.installed-dev ## kill runs for some ten minutes and compare what is left
+	@$(ENVIRONMENT) tests/storm.py --kills 10
 
 lint: .venv/.installed-dev
 	@$(ENVIRONMENT) -m ruff check .

@@ -1,6 +1,6 @@
 """Kill runs with SIGKILL, again and again, and compare what they end with to a run that was left alone.
 
-    python tests/storm.py --kills 25      # what `make faults` does; writes docs/reliability.json
+    python tests/storm.py --kills 10      # what `make faults` does; writes docs/reliability.json
 
 A kill comes at a random moment or at a named point of the program (`common/faults.py`). Everything a run leaves must
 be the same to the bit: weights, moving average, optimiser, state, sample grids, metrics, curves.
@@ -174,7 +174,7 @@ def random_kills(count: int, generator: random.Random, longest: float) -> list[t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=25, help="kills of each scenario")
+    parser.add_argument("--kills", type=int, default=10, help="kills of each scenario")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     generator = random.Random(arguments.seed)
