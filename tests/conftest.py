@@ -2,12 +2,16 @@
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-import torch
+# Before torch reads it: one thread, so that runs in this process and in others round alike.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -81,7 +85,6 @@ def run_training(output_dir: Path, flags: list[str]) -> Path:
     import train_unconditional
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    torch.set_num_threads(1)
     before, sys.argv = sys.argv, ["train_unconditional.py", *flags, f"--output_dir={output_dir}"]
     try:
         train_unconditional.main()
@@ -91,10 +94,8 @@ def run_training(output_dir: Path, flags: list[str]) -> Path:
 
 
 @pytest.fixture
-def train(tiny_flags, monkeypatch) -> Callable[..., Path]:
+def train(tiny_flags) -> Callable[..., Path]:
     """Run the training script with these flags over the tiny ones, or over others."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def run(output_dir: Path, *flags: str, base: list[str] = tiny_flags) -> Path:
         return run_training(output_dir, [*base, *flags])
