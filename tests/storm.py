@@ -147,18 +147,27 @@ def curve(run: Path) -> list[tuple[int, float]]:
 
 
 def storm(scenario: Scenario, kills: list[tuple[str, float]], tiny_flags: list[str], folder: Path) -> dict:
-    """One scenario: a reference, a run killed again and again, and what differs in the end."""
-    reference, run = folder / "reference", folder / "run"
+    """One scenario: a reference, runs killed again and again, and what differs in the end.
+
+    A run that comes to its end before its next kill is compared, and another one takes its place.
+    """
+    reference, run = folder / "reference", folder / "run 0"
     run_to_the_end(scenario.command(reference, tiny_flags))
     if scenario.budget is not None:
         run_to_the_end([*scenario.command(run, tiny_flags), f"--max_train_seconds={scenario.budget}"])
-    events = [killed_once(scenario.command(run, tiny_flags), fault, seconds) for fault, seconds in kills]
+    events, found, runs = [], [], 1
+    for fault, seconds in kills:
+        events.append(killed_once(scenario.command(run, tiny_flags), fault, seconds))
+        if not events[-1].startswith("killed"):
+            found += differences(run, reference)
+            run, runs = folder / f"run {runs}", runs + 1
     run_to_the_end(scenario.command(run, tiny_flags))
     return {
         "scenario": scenario.name,
+        "runs": runs,
         "kills": sum(event.startswith("killed") for event in events),
         "events": events,
-        "differences": differences(run, reference),
+        "differences": found + differences(run, reference),
     }
 
 

@@ -94,11 +94,17 @@ def test_data_workers_do_not_stand_in_the_way(tiny_flags, tmp_path):
     assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_under_torchrun_all_processes_stop_at_the_same_step(tiny_flags, tmp_path):
-    run = Run([*tiny_flags, *LONG, "--train_batch_size=8"], tmp_path / "run", torchrun())
+ACCELERATE = [str(Path(sys.executable).parent / "accelerate"), "launch", "--multi_gpu", "--num_processes=2"]
+
+
+@pytest.mark.parametrize(
+    "launcher", [torchrun(), [*ACCELERATE, "--main_process_port=0"]], ids=["torchrun", "accelerate"]
+)
+def test_under_a_launcher_all_processes_stop_at_the_same_step(launcher, tiny_flags, tmp_path):
+    run = Run([*tiny_flags, *LONG, "--train_batch_size=8"], tmp_path / "run", launcher)
     run.wait_for_steps(3)
     run.process.send_signal(signal.SIGTERM)
-    assert run.end() != 0  # torchrun's own code for having been signalled
+    assert run.end() != 0  # the launcher's own code for having been signalled
     step = assert_saved(run)
     assert f"SIGTERM: saved at step {step}" in run.output
 

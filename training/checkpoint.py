@@ -35,7 +35,7 @@ FORMAT_VERSION = 1
 PREFIX = "checkpoint-"
 # A run with another of these is no continuation of the same run.
 ANOTHER_TASK = """
-    ddpm_num_steps ddpm_beta_schedule prediction_type resolution channels dataset_name train_data_dir images use_ema
+    ddpm_num_steps ddpm_beta_schedule prediction_type resolution channels images use_ema
 """.split()
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -277,7 +277,7 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
     if other_task and same_run:
         raise UserError(
             f"{folder.parent} holds a run with other settings ({'; '.join(other_task)}): choose another --output_dir, "
-            f"or delete it with --overwrite_output_dir"
+            f"delete it with --overwrite_output_dir, or name the checkpoint with --resume_from_checkpoint to go on"
         )
     if changed:
         logger.warning(
