@@ -199,9 +199,9 @@ def main() -> None:
             longest = 1.2 * run_to_the_end(scenario.command(place / "first", tiny_flags))
             results.append(storm(scenario, random_kills(arguments.kills, generator, longest), tiny_flags, place))
             shown = results[-1]["differences"] or "none"
+            record = {"seed": arguments.seed, "cores": os.cpu_count(), "points": list(POINTS), "scenarios": results}
+            (ROOT / "docs" / "reliability.json").write_text(json.dumps(record, indent=1) + "\n")
             print(f"{scenario.name}: {results[-1]['kills']} kills, differences: {shown}", flush=True)
-    record = {"seed": arguments.seed, "cores": os.cpu_count(), "scenarios": results, "points": list(POINTS)}
-    (ROOT / "docs" / "reliability.json").write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(1 if any(result["differences"] for result in results) else 0)
 
 
