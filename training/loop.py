@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from training.tracking import Tracking
 
 HEALTHY = torch.iinfo(torch.int64).max  # the step of a failure that has not happened
-
-
 QUARTERS = 4
 # Under fp16 the gradient scaler halves its scale at every overflow, from 65536; below this they are not by chance.
 SMALLEST_LOSS_SCALE = 2.0**-8
