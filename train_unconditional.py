@@ -12,10 +12,10 @@ from pathlib import Path
 from common import interruption
 from common.errors import run_script
 from common.launch import honour_requested_processes
+from common.options import resolve_precision
 from training.config import (
     parse_config,
     resolve_batch,
-    resolve_precision,
     resolve_steps,
     save_config,
     settings_of,
@@ -30,6 +30,7 @@ def main() -> None:
     honour_requested_processes()
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
+    from common.processes import start_processes
     from common.randomness import generator_for
     from image_data.batches import TrainingBatches
     from schedulers.ddpm import build_scheduler
@@ -42,12 +43,11 @@ def main() -> None:
     from training.model import build_training_unet, check_network
     from training.optimizer import build_ema, build_optimizer, learning_rate_schedule
     from training.output import check_disk, check_output_dir, open_run
-    from training.processes import start_processes
     from training.publish import check_push, publish
     from training.tracking import Tracking
 
-    precision = resolve_precision(config)
-    processes = start_processes(config, precision)
+    precision = resolve_precision(config.mixed_precision)
+    processes = start_processes(precision, config.allow_tf32)
     batch = resolve_batch(config, processes.count)
     check_output_dir(config)
     check_network(config)

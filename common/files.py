@@ -39,3 +39,15 @@ def replace_folder(new: Path, target: Path) -> None:
         target.rename(old)
     new.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def first_existing(path: Path) -> Path:
+    """The path itself or the nearest folder above it that is there."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def default_cache_dir() -> Path:
+    """Where what can be made again is kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "exact-ddpm"

@@ -1,11 +1,8 @@
 """Which images make up which step, as a function of the seed and the step alone."""
 
-import contextlib
 import functools
 import itertools
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,8 +12,6 @@ from common.errors import UserError
 from common.randomness import generator_for
 from image_data.store import InMemoryImages, StreamedImages
 from image_data.workers import load_in_workers
-
-MOST_WORKERS = 4
 
 
 @functools.lru_cache(maxsize=2)  # consecutive steps share an epoch, or straddle two
@@ -100,38 +95,3 @@ class _Steps(Dataset):
             return self.batches.at_step(step).numpy()
         except UserError as error:
             return error  # raised in a worker, it would arrive wrapped in a traceback
-
-
-def default_num_workers(local_processes: int) -> int:
-    """Data workers for each of the processes on this machine: a few, and never more than there are cores."""
-    return min(MOST_WORKERS, int(usable_cores()) // local_processes)
-
-
-def usable_cores() -> float:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([cores, *_cgroup_quotas()])
-
-
-def _cgroup_quotas(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[float]:
-    """The cores that a container or a job scheduler grants, at every level that sets a limit."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return []  # not Linux
-    quotas = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            root, files = cgroups, ["cpu.max"]
-        elif "cpu" in controllers.split(","):  # version 1
-            root, files = cgroups / controllers, ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-        else:
-            continue
-        group = root / path.lstrip("/")
-        # A container may see its own group at the root, under whatever path the host knows it.
-        for level in {group, *group.parents, root}:
-            with contextlib.suppress(OSError, ValueError):
-                quota, period = " ".join((level / file).read_text() for file in files).split()
-                if int(quota) > 0:
-                    quotas.append(int(quota) / int(period))
-    return quotas

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.options import resolve_precision
 from schedulers.ddpm import build_scheduler
 from training.audit import audit, format_audit
-from training.config import parse_config, resolve_batch, resolve_precision
+from training.config import parse_config, resolve_batch
 from training.model import build_unet
 from training.optimizer import build_ema, build_optimizer
 
@@ -30,7 +31,7 @@ def rows_of(unet, *flags: str, processes: int = 1):
         build_optimizer(config, unet),
         resolve_batch(config, processes),
         processes,
-        resolve_precision(config),
+        resolve_precision(config.mixed_precision),
         50_000,
     )
 

@@ -314,16 +314,16 @@ def test_fp16_needs_a_device_that_has_it(train, tmp_path):
 
 def test_the_gradient_scaler_of_fp16(train, tmp_path, monkeypatch):
     """The scaler itself works on a CPU too; its scale is saved."""
-    import training.processes
+    import common.processes
 
-    start = training.processes.start_processes
+    start = common.processes.start_processes
 
     def with_scaler(config, precision):
         processes = start(config, precision)
         processes.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         return processes
 
-    monkeypatch.setattr(training.processes, "start_processes", with_scaler)
+    monkeypatch.setattr(common.processes, "start_processes", with_scaler)
     run = train(tmp_path / "run", "--max_train_steps=12")
     losses = losses_of(run)
     assert sum(losses[-4:]) < sum(losses[:4])

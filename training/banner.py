@@ -9,11 +9,11 @@ from training.audit import audit, format_audit
 from training.config import as_yaml
 
 if TYPE_CHECKING:
+    from common.processes import Processes
     from image_data.batches import TrainingBatches
     from schedulers.ddpm import ExactDDPMScheduler
     from training.config import Batch, TrainingConfig
     from training.loop import TrainingState
-    from training.processes import Processes
 
 logger = logging.getLogger(__name__)
 

@@ -4,26 +4,29 @@ The defaults are the paper's (Ho et al. 2020, CIFAR-10), the names are those of 
 Nothing heavy is imported here, so that `--help` answers at once.
 """
 
-import argparse
-import difflib
 import importlib.util
-import os
-import sys
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 import yaml
 
 from common.errors import UserError
 from common.files import write_atomically
+from common.options import (
+    check_below_one,
+    check_not_negative,
+    check_positive,
+    names_flag,
+    names_of,
+    option,
+    parse_options,
+    read_config_file,
+    value_of_flag,
+)
 
 PAPER_STEPS = 800_000
 PAPER_BATCH_SIZE = 128
-
-
-def option(default, help: str, **metadata):  # noqa: A002 (argparse's own word)
-    return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass
@@ -247,116 +250,37 @@ BELOW_ONE = "dropout adam_beta1 adam_beta2 ema_max_decay".split()
 
 def parse_config(arguments: list[str]) -> TrainingConfig:
     """Flags over the YAML file over the defaults; an unknown name is an error that suggests the nearest."""
-    parser = make_parser()
     config_file = config_file_of(arguments)
-    from_file = read_config_file(Path(config_file)) if config_file else []
+    names = [*names_of(SECTIONS), "report_to"]
+    from_file = read_config_file(Path(config_file), names, HABITS) if config_file else []
     for pair in RIVALS:
         for flag, rival in (pair, pair[::-1]):
             if names_flag(arguments, flag) and not names_flag(arguments, rival):
                 from_file = [given for given in from_file if not given.startswith(f"--{rival}=")]
-    *sections, unknown = parser.parse_args_into_dataclasses(
-        from_file + arguments, return_remaining_strings=True, look_for_args_file=False
+    values = parse_options(
+        SECTIONS,
+        arguments,
+        description="The defaults are the paper's. Without data and without a file, configs/digits.yaml is used.",
+        from_file=from_file,
+        habits=HABITS,
     )
-    if unknown:
-        raise UserError(unknown_name(unknown[0], "flag"))
-    config = TrainingConfig(**{name: value for section in sections for name, value in vars(section).items()})
+    config = TrainingConfig(**values)
     validate(config)
     return config
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """A parser that reports a mistake in one line and does not guess at abbreviations."""
-    from transformers import HfArgumentParser
-
-    class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-        """Without the spellings with hyphens, which work too, and without defaults that are None."""
-
-        def _format_action_invocation(self, action: argparse.Action) -> str:
-            names = ", ".join(name for name in action.option_strings if "-" not in name.lstrip("-"))
-            return f"{names} {{{','.join(map(str, action.choices))}}}" if action.choices else names
-
-        def _get_help_string(self, action: argparse.Action) -> str | None:
-            if action.option_strings[0].startswith("--no_"):
-                return f"Not --{action.dest}."
-            return action.help if action.default is None else super()._get_help_string(action)
-
-    class Parser(HfArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise UserError(f"{message} (see --help)")
-
-    return Parser(
-        SECTIONS,
-        allow_abbrev=False,
-        prog=Path(sys.argv[0]).name,
-        usage="%(prog)s [--flag value ...]",
-        description="The defaults are the paper's. Without data and without a file, configs/digits.yaml is used.",
-        formatter_class=HelpFormatter,
-    )
-
-
 def config_file_of(arguments: list[str]) -> str | None:
     """The YAML file that the flags name; the digits' when they name neither a file nor data."""
-    named = None
-    for position, argument in enumerate(arguments):
-        flag, separator, value = argument.partition("=")
-        if flag == "--config":
-            named = value if separator else next(iter(arguments[position + 1 :]), "")
-            if not named:
-                raise UserError("--config needs the name of a YAML file")
+    named = value_of_flag(arguments, "config", "the name of a YAML file")
     names_data = names_flag(arguments, "dataset_name") or names_flag(arguments, "train_data_dir")
     return str(DIGITS_CONFIG) if named is None and not names_data else named
 
 
-def names_flag(arguments: list[str], name: str) -> bool:
-    return any(argument.partition("=")[0].replace("-", "_") == f"__{name}" for argument in arguments)
-
-
-def read_config_file(path: Path) -> list[str]:
-    """A YAML file as the flags it stands for, so that both go through the same checks."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise UserError(f"--config {path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path}: is not valid YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(values, dict):
-        raise UserError(f"--config {path}: must be a list of 'name: value' lines, as configs/digits.yaml is")
-    names = {entry.name for entry in fields(TrainingConfig)} | {"report_to"}
-    flags = []
-    for name, value in values.items():
-        if name not in names:
-            raise UserError(f"--config {path}: " + unknown_name(str(name), "key"))
-        if isinstance(value, dict | list):
-            raise UserError(f"--config {path}: {name} must be a single value, not {value}")
-        if name == "mixed_precision" and value is False:
-            value = "no"  # YAML reads a bare no as false
-        if value is not None:
-            flags.append(f"--{name}={value}")
-    return flags
-
-
-def unknown_name(name: str, kind: str) -> str:
-    names = [entry.name for entry in fields(TrainingConfig)]
-    plain = name.partition("=")[0].lstrip("-").replace("-", "_")
-    nearest = difflib.get_close_matches(plain, [*names, *(f"no_{n}" for n in names)], n=1, cutoff=0.5)
-    nearest = [HABITS[plain]] if plain in HABITS else nearest
-    prefix = "--" if kind == "flag" else ""
-    suggestion = f"; did you mean {prefix}{nearest[0]}?" if nearest else " (see --help)"
-    return f"unknown {kind} {name}{suggestion}"
-
-
 def validate(config: TrainingConfig) -> None:
     """Values that no run can have."""
-
-    def check(names: list[str], accepted, wanted: str) -> None:
-        for name in names:
-            value = getattr(config, name)
-            if value is not None and not accepted(value):
-                raise UserError(f"--{name} {value}: must be {wanted}")
-
-    check(POSITIVE, lambda value: value > 0, "greater than 0")
-    check(NOT_NEGATIVE, lambda value: value >= 0, "0 or greater")
-    check(BELOW_ONE, lambda value: 0 <= value < 1, "at least 0 and below 1")
+    check_positive(config, POSITIVE)
+    check_not_negative(config, NOT_NEGATIVE)
+    check_below_one(config, BELOW_ONE)
     if config.ddpm_num_inference_steps > config.ddpm_num_steps:
         raise UserError(
             f"--ddpm_num_inference_steps {config.ddpm_num_inference_steps}: more than the "
@@ -454,8 +378,3 @@ def with_resolved(
         channels=str(channels),
         mixed_precision=precision,
     )
-
-
-def resolve_precision(config: TrainingConfig) -> str:
-    """The flag, or what `accelerate launch --mixed_precision` says."""
-    return config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from image_data.batches import default_num_workers
+from common.cores import default_num_workers
+from common.files import default_cache_dir
 from image_data.sources import load_images
 from image_data.store import prepare_images
 
 if TYPE_CHECKING:
+    from common.processes import Processes
     from image_data.store import InMemoryImages, StreamedImages
     from training.config import TrainingConfig
-    from training.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,3 @@ def load_training_images(
         more = f"\n  and {len(images.skipped) - 20} more" if len(images.skipped) > 20 else ""
         logger.warning("%d image(s) could not be decoded and are left out:\n%s%s", len(images.skipped), listed, more)
     return images, channels, num_workers
-
-
-def default_cache_dir() -> str:
-    return os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "exact-ddpm")

@@ -23,12 +23,12 @@ from schedulers.weighting import weighting_table
 if TYPE_CHECKING:
     from ema_pytorch import EMA
 
+    from common.processes import Processes
     from image_data.batches import TrainingBatches
     from schedulers.ddpm import ExactDDPMScheduler
     from schedulers.timesteps import TimestepSampler
     from training.config import TrainingConfig
     from training.milestones import Milestones
-    from training.processes import Processes
     from training.tracking import Tracking
 
 HEALTHY = torch.iinfo(torch.int64).max  # the step of a failure that has not happened

@@ -20,11 +20,11 @@ from training.checkpoint import describe, newest
 if TYPE_CHECKING:
     from PIL import Image
 
+    from common.processes import Processes
     from schedulers.ddpm import ExactDDPMScheduler
     from training.checkpoint import CheckpointWriter
     from training.config import TrainingConfig
     from training.loop import TrainingState
-    from training.processes import Processes
     from training.tracking import Tracking
 
 logger = logging.getLogger(__name__)

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import os
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from common.errors import UserError
+from common.files import first_existing
+from common.lock import LOCK_FILE, lock
 from training.checkpoint import find_checkpoint
 from training.tracking import METRICS_FILE
 
 if TYPE_CHECKING:
+    from common.processes import Processes
     from training.config import TrainingConfig
-    from training.processes import Processes
 
 logger = logging.getLogger(__name__)
 
 # Per parameter: raw weights, moving average and the two moments of Adam, four bytes each.
 BYTES_PER_PARAMETER = 16
-LOCK_FILE = ".lock"
 WRITTEN_BY_A_RUN = (
     *(LOCK_FILE, METRICS_FILE, "config.yaml", "samples", "unet", "scheduler", "model_index.json", "README.md"),
     *("checkpoint-*", ".checkpoint-*", ".pipeline.tmp", ".unet.old", ".scheduler.old", ".*.tmp"),
 )
-
-
-def first_existing(path: Path) -> Path:
-    """The path itself or the nearest folder above it that is there."""
-    while not path.exists():
-        path = path.parent
-    return path
 
 
 def check_disk(config: TrainingConfig, num_parameters: int) -> None:
@@ -77,30 +69,6 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(f"{checkpoint}: not to be seen from process {processes.index}; the processes must share it")
     return checkpoint
-
-
-_locks: dict[Path, IO] = {}
-
-
-def lock(path: Path) -> None:
-    """Hold the folder until this process ends, however it ends.
-
-    A POSIX lock belongs to the process: data workers that outlive it for a moment do not hold it.
-    """
-    if path.resolve() in _locks:
-        return
-    file = (path / LOCK_FILE).open("a")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            logger.warning("%s cannot be locked (%s): make sure that no other run writes there", path, error.strerror)
-            return
-        raise UserError(
-            f"--output_dir {path}: another run is writing there at this moment; wait for it or choose another folder"
-        ) from error
-    _locks[path.resolve()] = file
 
 
 def check_output_dir(config: TrainingConfig) -> None:

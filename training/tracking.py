@@ -23,9 +23,9 @@ from common.progress import progress_bar
 if TYPE_CHECKING:
     from PIL import Image
 
+    from common.processes import Processes
     from training.config import TrainingConfig
     from training.loop import TrainingState
-    from training.processes import Processes
 
 logger = logging.getLogger(__name__)
 

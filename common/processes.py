@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from common.cores import usable_cores
 from common.errors import RunFailed, UserError
 from common.progress import BarFriendlyHandler
-from image_data.batches import usable_cores
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-    from training.config import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +134,7 @@ class Processes:
             torch.accelerator.synchronize(self.device)
 
 
-def start_processes(config: TrainingConfig, precision: str) -> Processes:
+def start_processes(mixed_precision: str, allow_tf32: bool) -> Processes:
     """Join the other processes, under plain python, torchrun or accelerate launch."""
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import DistributedDataParallelKwargs
@@ -149,7 +147,7 @@ def start_processes(config: TrainingConfig, precision: str) -> Processes:
             # Where there is no GPU, accelerate joins the others only when told to use the CPU; otherwise each
             # process would believe itself alone and all would write the same run.
             cpu=world_size > 1 and not torch.accelerator.is_available(),
-            mixed_precision=precision,
+            mixed_precision=mixed_precision,
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=LOST_AFTER),
                 # The buckets that are exchanged double as gradients, which saves a copy of them.
@@ -157,8 +155,8 @@ def start_processes(config: TrainingConfig, precision: str) -> Processes:
             ],
         )
     except ValueError as error:  # fp16 or bf16 where the device has none, for example
-        raise UserError(f"--mixed_precision {precision}: {error}") from error
-    if precision == "fp16" and accelerator.scaler is None:
+        raise UserError(f"--mixed_precision {mixed_precision}: {error}") from error
+    if mixed_precision == "fp16" and accelerator.scaler is None:
         raise UserError(f"--mixed_precision fp16: not available on {accelerator.device.type}; use bf16 or no")
     if accelerator.num_processes != world_size:
         raise UserError(
@@ -171,8 +169,8 @@ def start_processes(config: TrainingConfig, precision: str) -> Processes:
     if processes.device.type == "cpu":
         _set_threads(processes)
     # Both ways: torch allows it for convolutions by default, some containers allow it everywhere.
-    torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
-    torch.backends.cudnn.allow_tf32 = config.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allow_tf32
+    torch.backends.cudnn.allow_tf32 = allow_tf32
     return processes
 
 
