@@ -11,7 +11,7 @@ demo: .venv/.installed ## train the embedded digits and look at samples
 	@echo "  .venv/bin/tensorboard --logdir runs/demo/logs"
 
 test: .venv/.installed-dev ## the whole test suite
-	@$(ENVIRONMENT) -m pytest
+	@$(ENVIRONMENT) -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 faults: .venv/.installed-dev ## kill runs for some ten minutes and compare what is left
 	@$(ENVIRONMENT) tests/storm.py --kills 10
