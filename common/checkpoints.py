@@ -46,13 +46,16 @@ def write_manifest(folder: Path) -> None:
     sync(folder)
 
 
-def verify(folder: Path) -> dict[str, str]:
-    """The hash of every file; InvalidCheckpoint unless each is there with the size and hash it was written with."""
+def verify(folder: Path, parts: tuple[str, ...] = ("",)) -> dict[str, str]:
+    """The hash of every file; InvalidCheckpoint unless each is there with the size and hash it was written with.
+
+    `parts` are the beginnings of the names to look at, for readers that need only some of the files.
+    """
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         manifest = json.loads(text)
         version, entries = manifest["format_version"], manifest["files"].items()
-        wanted = {name: (entry["size"], entry["sha256"]) for name, entry in entries}
+        wanted = {name: (entry["size"], entry["sha256"]) for name, entry in entries if name.startswith(parts)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidCheckpoint(f"manifest.json is missing or unreadable ({type(error).__name__})") from error
     if as_json(manifest) != text:
