@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +36,7 @@ class Job:
 
     model: SavedModel
     method: SamplingMethod
-    batches: list[list[int]]
+    batches: list[list[int]] = field(default_factory=list)
     # From the network and a batch's seeds to what the denoising loop calls: the place for labels, prompts, guidance.
     predict_for: Callable[[torch.nn.Module, list[int]], Predict] = without_conditions
 
@@ -73,7 +73,7 @@ def generate(jobs: Sequence[Job], processes: Processes, pace: Pace) -> Iterator[
     """
     items = [(job, batch) for job in jobs for batch in job.batches]
     taken = processes.shared_count()
-    running, stopped = None, False
+    running, stopped, made = None, False, 0
     with _Bar(processes, items) as bar:
         while not stopped and (number := taken.add(1)) < len(items):
             job, seeds = items[number]
@@ -87,16 +87,21 @@ def generate(jobs: Sequence[Job], processes: Processes, pace: Pace) -> Iterator[
                 stopped = True
             else:
                 yield job, seeds, images
+                made += len(seeds)
                 faults.point("generated")
                 stopped = interruption.requested() is not None
         if stopped:
             taken.add(len(items))  # the others finish their batch and find no other
         bar.report()
-        signals = [signal for signal in processes.collect(interruption.requested() if stopped else None) if signal]
+        signals, counts = zip(*processes.collect((interruption.requested() if stopped else None, made)), strict=True)
         if processes.is_main:  # it keeps the count, and now knows everybody's
             bar.report()
-    if signals:
-        raise interruption.Interrupted(f"{signals[0]}: stopped; start the same command again to continue")
+    if any(signals):
+        total = sum(len(seeds) for _, seeds in items)
+        raise interruption.Interrupted(
+            f"{next(filter(None, signals))}: stopped after {sum(counts):,} of {total:,} images; "
+            f"start the same command again to continue"
+        )
 
 
 class _Stopped(Exception):
