@@ -44,7 +44,7 @@ class SamplerOptions:
     scheduler: str | None = option(None, "A scheduler of diffusers by its name, e.g. DPMSolverMultistepScheduler.")
     num_inference_steps: int | None = option(
         None,
-        f"S, the denoising steps (default: all that the model was trained with for --ddpm, {SHORT_SAMPLING} otherwise).",
+        f"S, the denoising steps (default: all of the model's for --ddpm, {SHORT_SAMPLING} otherwise).",
         aliases=["--subseq_size"],
     )
     skip_schedule: Literal["linear", "quadratic"] = option(
@@ -73,7 +73,7 @@ class OutputOptions:
     output_dir: str | None = option(
         None, "Folder for the images (default: one in <run>/generated named after step, weights, sampler and steps)."
     )
-    overwrite: bool = option(False, "Delete the images in the folder that were made with other settings.")
+    overwrite: bool = option(False, "Delete the images that are in the folder, whatever made them, and start anew.")
     format: Literal["png", "npz", "parquet"] = option(
         "png", "PNG files, one samples.npz (arr_0, seeds), or a folder for datasets.load_dataset."
     )

@@ -21,7 +21,7 @@ from common.files import first_existing, write_atomically
 from common.lock import LOCK_FILE, lock
 from generation.engine import Job, choose_batch_size, divide
 from generation.options import as_ranges
-from generation.writers import IMAGES_PER_FOLDER, WRITTEN, ImageWriter, open_writer
+from generation.writers import IMAGES_PER_FOLDER, WRITTEN, ImageWriter, open_writer, said_in_one_line
 
 if TYPE_CHECKING:
     from common.processes import Processes
@@ -107,7 +107,7 @@ class Record:
         for name in ("device", "versions"):
             if record[name] != self.telling[name]:
                 logger.warning(
-                    "The images in %s were begun with another %s (%s, now %s): the others may differ in their last bits",
+                    "The images in %s were begun with another %s (%s, now %s): others may differ in their last bits",
                     self.folder,
                     name.removesuffix("s"),
                     record[name],
@@ -204,8 +204,9 @@ class Collection:
         before = [seed for seed in self.shown if seed not in kept]
         if before:
             kept.update(zip(before, self.writer.read(before), strict=True))
-        self.writer.finish()
-        self.record.write(len(self.record.seeds))
+        with said_in_one_line(self.folder):
+            self.writer.finish()
+            self.record.write(len(self.record.seeds))
         return torch.stack([kept[seed] for seed in self.shown])
 
 

@@ -94,7 +94,7 @@ def save_interpolation(job: Job, processes: Processes, first: int, last: int, pa
 
 
 def spherical(first: torch.Tensor, last: torch.Tensor, fractions: torch.Tensor) -> torch.Tensor:
-    """From one noise to another, as probable as they are all the way: a straight line would lose a third of the norm."""
+    """From one noise to another, on the sphere where noise lies: a straight line would leave it by a third."""
     first, last = first.double(), last.double()
     angle = torch.acos((first * last).sum() / (first.norm() * last.norm()))
     fractions = fractions.double().to(first.device)[:, None, None, None]

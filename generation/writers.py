@@ -195,10 +195,9 @@ class _Parts(ImageWriter):
     def finish(self) -> None:
         """Put the parts together, unless that has been done."""
         if (self.folder / "parts").is_dir():
-            with said_in_one_line(self.folder):
-                self._assemble()
-                faults.point("assembled")
-                shutil.rmtree(self.folder / "parts")
+            self._assemble()
+            faults.point("assembled")
+            shutil.rmtree(self.folder / "parts")
 
     def _files(self) -> list[Path]:
         """Where images are: the finished files and those of the parts."""
