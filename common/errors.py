@@ -44,6 +44,11 @@ def say(message: str) -> None:
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
+def first_line(error: Exception) -> str:
+    """What a library has to say, for the end of a line of our own."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def _speaks() -> bool:
     """One process of each machine does."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

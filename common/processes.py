@@ -46,10 +46,11 @@ class Processes:
         self.count: int = accelerator.num_processes
         self.is_main: bool = accelerator.is_main_process
         self.is_local_main: bool = accelerator.is_local_main_process
+        self._counts = 0
         if self.count > 1:
             self._control = dist.new_group(backend="gloo", timeout=LOST_AFTER)
             self._patient = dist.new_group(backend="gloo", timeout=PATIENCE)
-            self._roll_call = self._open_store()
+            self._store = self._open_store()
 
     @property
     def local_count(self) -> int:
@@ -112,16 +113,21 @@ class Processes:
     def _lost(self) -> str:
         """The numbers of the processes that do not answer a roll call."""
         try:
-            self._roll_call.set(str(self.index), "here")
+            self._store.set(str(self.index), "here")
         except RuntimeError:
             return "0"
         end, lost = time.monotonic() + ROLL_CALL.total_seconds(), []
         for index in range(self.count):
             try:
-                self._roll_call.wait([str(index)], timedelta(seconds=max(0.1, end - time.monotonic())))
+                self._store.wait([str(index)], timedelta(seconds=max(0.1, end - time.monotonic())))
             except RuntimeError:
                 lost.append(str(index))
         return ", ".join(lost)
+
+    def shared_count(self) -> SharedCount:
+        """A number that all processes add to; all must ask for it."""
+        self._counts += 1
+        return SharedCount(self, f"count {self._counts}")
 
     def finish(self) -> None:
         """Leave the group in good order."""
@@ -132,6 +138,22 @@ class Processes:
         """Wait for the device, so that a clock read next is true."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
+
+
+class SharedCount:
+    """A number that all processes add to and none waits for. It lives with process 0, which must end last."""
+
+    def __init__(self, processes: Processes, name: str):
+        self._processes, self._name = processes, name
+        self._value = 0  # of a process that is alone
+
+    def add(self, amount: int) -> int:
+        """The number before this was added."""
+        if self._processes.count == 1:
+            self._value += amount
+            return self._value - amount
+        with self._processes.noticing_loss():
+            return self._processes._store.add(self._name, amount) - amount
 
 
 def start_processes(mixed_precision: str, allow_tf32: bool) -> Processes:

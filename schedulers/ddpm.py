@@ -117,6 +117,23 @@ class ExactDDPMScheduler(DDPMScheduler):
         mean = (a_s**0.5 * beta / (1 - a_t)) * original + ((a_t / a_s) ** 0.5 * (1 - a_s) / (1 - a_t)) * sample
         return mean, self.variance(t, previous) ** 0.5 if previous >= 0 else 0.0
 
+    def implicit(
+        self, model_output: torch.Tensor, t: int, previous: int, sample: torch.Tensor, eta: float
+    ) -> tuple[torch.Tensor, float]:
+        """Mean and standard deviation of DDIM's step (Song et al. 2021, eq. 12 and 16) to any earlier timestep.
+
+        sqrt(a_s) x_0 + sqrt(1 - a_s - sigma^2) epsilon, where x_0 is clipped as the configuration says and epsilon is
+        what is left of x_t without that x_0, as in improved-diffusion; with eta = 1 this is the posterior's mean then
+        too. (DDIM's own code does not clip. Without clipping this is its step.)
+        """
+        a_t = self.alphas_cumprod[t].item()
+        a_s = self.alphas_cumprod[previous].item() if previous >= 0 else 1.0
+        variance = eta**2 * (1 - a_s) / (1 - a_t) * (1 - a_t / a_s)
+        of_sample = ((1 - a_s - variance) / (1 - a_t)) ** 0.5
+        of_original = a_s**0.5 - a_t**0.5 * of_sample
+        mean = of_original * self.predict_original(model_output, t, sample) + of_sample * sample
+        return mean, variance**0.5
+
     def step(
         self,
         model_output: torch.Tensor,
@@ -153,11 +170,3 @@ def build_scheduler(
         prediction_type=prediction_type,
         **schedule,
     )
-
-
-def timestep_sequence(num_train_timesteps: int, num_inference_steps: int) -> list[int]:
-    """The timesteps to visit, descending: all of them, or S spread evenly that include the first and the last."""
-    if num_inference_steps == 1:
-        return [num_train_timesteps - 1]
-    sequence = torch.linspace(0, num_train_timesteps - 1, num_inference_steps, dtype=torch.float64)
-    return sequence.round().long().flip(0).tolist()

@@ -11,8 +11,9 @@ import torch
 from conftest import losses_of
 from safetensors.torch import load_file
 
+from common.checkpoints import InvalidCheckpoint, checkpoints, verify
 from common.errors import UserError
-from training.checkpoint import InvalidCheckpoint, checkpoints, find_checkpoint, verify
+from training.checkpoint import find_checkpoint
 
 EVERY_FILE = [
     "unet/config.json",

@@ -7,7 +7,8 @@ from diffusers import DDPMScheduler
 
 from common.randomness import generator_for
 from schedulers.betas import BETA_SCHEDULES, DIFFUSERS_NAMES, make_betas
-from schedulers.ddpm import ExactDDPMScheduler, build_scheduler, timestep_sequence
+from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
+from schedulers.sampling import linear
 from schedulers.timesteps import TIMESTEP_SAMPLERS
 from schedulers.weighting import weighting_table
 
@@ -163,8 +164,8 @@ def test_float64_is_why():
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 50, 999, 1000])
-def test_timestep_sequence(steps):
-    sequence = timestep_sequence(T, steps)
+def test_linear_subsequence(steps):
+    sequence = linear(T, steps)
     assert len(set(sequence)) == steps
     assert sequence == sorted(sequence, reverse=True)
     assert sequence[0] == T - 1

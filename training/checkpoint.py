@@ -22,8 +22,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from common import faults
+from common.checkpoints import (
+    PREFIX,
+    WEIGHTS,
+    InvalidCheckpoint,
+    as_json,
+    checkpoints,
+    newest,
+    step_of,
+    verify,
+    write_manifest,
+)
 from common.errors import RunFailed, UserError
-from common.files import replace_folder, sha256, sync, write_atomically
+from common.files import replace_folder, sync
 
 if TYPE_CHECKING:
     from training.config import TrainingConfig
@@ -31,19 +42,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
-PREFIX = "checkpoint-"
 # A run with another of these is no continuation of the same run.
 ANOTHER_TASK = """
     ddpm_num_steps ddpm_beta_schedule prediction_type resolution channels images use_ema
 """.split()
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-
 CheckpointFile = str | dict[str, torch.Tensor]
-
-
-class InvalidCheckpoint(Exception):
-    """A checkpoint that is not what was written, with the reason."""
 
 
 class CheckpointWriter:
@@ -161,56 +164,6 @@ def write_checkpoint(target: Path, files: dict[str, CheckpointFile]) -> None:
     replace_folder(aside, target)
     sync(target.parent)
     faults.point("save-renamed")
-
-
-def write_manifest(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in [*files, *(path for path in folder.rglob("*") if path.is_dir())]:
-        sync(path)
-    entries = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)} for path in files
-    }
-    write_atomically(folder / "manifest.json", as_json({"format_version": FORMAT_VERSION, "files": entries}))
-    sync(folder)
-
-
-def as_json(value: object) -> str:
-    return json.dumps(value, indent=2)
-
-
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix(PREFIX))
-
-
-def newest(output_dir: Path) -> Path | None:
-    return next(reversed(checkpoints(output_dir)), None)
-
-
-def checkpoints(output_dir: Path) -> list[Path]:
-    """The checkpoint folders of a run, oldest first."""
-    found = [path for path in output_dir.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
-    return sorted(found, key=step_of)
-
-
-def verify(folder: Path) -> None:
-    """Raise InvalidCheckpoint unless every file is there with the size and hash it was written with."""
-    try:
-        text = (folder / "manifest.json").read_text(encoding="utf-8")
-        manifest = json.loads(text)
-        version, entries = manifest["format_version"], manifest["files"].items()
-        wanted = {name: (entry["size"], entry["sha256"]) for name, entry in entries}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidCheckpoint(f"manifest.json is missing or unreadable ({type(error).__name__})") from error
-    if as_json(manifest) != text:
-        raise InvalidCheckpoint("manifest.json is not what was written")
-    if version != FORMAT_VERSION:
-        raise InvalidCheckpoint(f"its format is version {version}, this program reads {FORMAT_VERSION}")
-    for name, (size, digest) in wanted.items():
-        path = folder / name
-        if not path.is_file():
-            raise InvalidCheckpoint(f"{name} is missing")
-        if path.stat().st_size != size or sha256(path) != digest:
-            raise InvalidCheckpoint(f"{name} is not what was written")
 
 
 def find_checkpoint(config: TrainingConfig) -> Path | None:

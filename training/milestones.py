@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from common import faults, interruption
+from common.checkpoints import newest
 from common.files import replace_folder
 from common.progress import progress_bar
-from generation.denoise import denoise, to_uint8
+from generation.denoise import denoise, network_predict, to_uint8
 from generation.grid import image_grid, side_by_side
-from training.checkpoint import describe, newest
+from schedulers.sampling import DDPMSampling
+from training.checkpoint import describe
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -58,10 +60,9 @@ class Milestones:
             config.save_images_epochs * steps_per_epoch if config.save_images_epochs else config.save_images_steps
         )
         self.model_steps = config.save_model_epochs * steps_per_epoch if config.save_model_epochs else None
-        # beta_t is the right variance between neighbours only; over longer steps the posterior's is (section 3.2).
-        short = config.ddpm_num_inference_steps < config.ddpm_num_steps
-        settings = dict(scheduler.config) | ({"variance_type": "fixed_small"} if short else {})
-        self.sampling_scheduler = type(scheduler).from_config(settings)
+        full_length = config.ddpm_num_inference_steps == config.ddpm_num_steps
+        variance_type = scheduler.config.variance_type if full_length else None
+        self.sampling = DDPMSampling(scheduler, config.ddpm_num_inference_steps, variance_type)
         self.plain_scheduler = scheduler.plain()
 
     @property
@@ -163,7 +164,7 @@ class Milestones:
             disable=not self.processes.is_local_main,
         )
 
-        def on_step() -> None:
+        def on_step(number: int, samples: torch.Tensor) -> None:
             bar.update()
             if self.processes.any(interruption.requested() is not None):
                 raise StoppedWhileSampling
@@ -172,9 +173,8 @@ class Milestones:
             for weights, unet in state.sampling_weights.items():
                 unet.eval()
                 with self.processes.accelerator.autocast():
-                    samples = denoise(
-                        unet, self.sampling_scheduler, self._my_seeds(), self._shape(state), steps, on_step
-                    )
+                    predict = network_predict(unet)
+                    samples = denoise(predict, self.sampling, self._my_seeds(), self._shape(state), on_step)
                 images = self.processes.accelerator.gather(to_uint8(samples)).cpu()
                 # Process r drew the seeds r, r + n, r + 2n, ...
                 images = images.unflatten(0, (self.processes.count, -1)).transpose(0, 1).flatten(0, 1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from common.errors import UserError
+from common.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from diffusers import UNet2DModel
@@ -161,10 +161,6 @@ def build_training_unet(config: TrainingConfig, channels: int, generator: torch.
     if config.model_config_name_or_path is None:
         return build_unet(config.resolution, channels, config.dropout, generator)
     return build_unet_from_config(config.model_config_name_or_path, config.resolution, channels, generator)
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def zero_initialized(unet: nn.Module) -> dict[str, nn.Module]:

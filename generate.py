@@ -1,0 +1,108 @@
+#!/usr/bin/env python
+"""Generate images, one for each seed: the same for the same seed, on any number of processes.
+
+python generate.py --ddpm
+accelerate launch --num_processes 8 generate.py runs/cifar10 --num_images 50000 --ddim --num_inference_steps 100
+"""
+
+import logging
+import sys
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+from common import interruption
+from common.errors import run_script
+from common.launch import honour_requested_processes
+from common.options import resolve_precision
+from generation.options import (
+    build_method,
+    default_sampler,
+    describe_method,
+    parse_generation,
+    seeds_in_grid,
+    seeds_of,
+)
+
+logger = logging.getLogger("generate")
+
+
+def main() -> None:
+    options = parse_generation(sys.argv[1:])
+    honour_requested_processes()
+
+    # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
+    from common.processes import start_processes
+    from generation.engine import Job, Pace, estimate_seconds, generate
+    from generation.models import check_conditions, find_models, output_folder
+    from generation.output import open_collections
+    from generation.pictures import draw_pictures, save_interpolation
+
+    precision = resolve_precision(options.mixed_precision)
+    processes = start_processes(precision, options.allow_tf32)
+
+    # The models, how noise becomes images, and where they go.
+    models = find_models(options.model, options.checkpoints, options.weights) if processes.is_main else None
+    jobs, folders = [], []
+    for model in processes.collect(models)[0]:
+        check_conditions(model, options.class_labels, options.prompt)
+        job = Job(model, build_method(options, model, default_sampler(options)))
+        logger.info("%s, %s weights: %s", model.path, model.weights, describe_method(job.method))
+        folder = output_folder(model, job.method, precision)
+        if options.output_dir is not None:
+            folder = Path(options.output_dir) / (model.name if options.checkpoints else "")
+        jobs.append(job)
+        folders.append(folder)
+    on_gpu = processes.device.type == "cuda"
+    channels_last = options.channels_last if options.channels_last is not None else on_gpu and precision != "no"
+
+    if options.interpolate:
+        first, last = options.interpolate
+        processes.finish()
+        if processes.is_main:
+            path = folders[0] / f"interpolation-{first}-{last}.png"
+            save_interpolation(jobs[0], processes, first, last, path)
+            logger.info("%s goes from seed %d to seed %d", path, first, last)
+        return
+
+    # From here on, to be stopped means to keep what is whole; the same command continues with what is missing.
+    seeds = seeds_of(options)
+    how = {
+        "precision": precision,
+        "allow_tf32": options.allow_tf32,
+        "channels_last": channels_last,
+        "compile": options.compile,
+    }
+    with interruption.deferred(), ExitStack() as writers:
+        collections, batch_size = open_collections(
+            jobs, folders, seeds, seeds_in_grid(options, seeds), options, how, processes
+        )
+        pace = Pace(batch_size, channels_last, options.compile)
+        of_job = {id(collection.job): collection for collection in collections}
+        for collection in collections:
+            writers.enter_context(collection.writer)
+
+        missing = sum(len(collection.missing) for collection in collections)
+        logger.info("%d of %d images are missing", missing, len(seeds) * len(jobs))
+        if missing:
+            seconds = estimate_seconds([job for job in jobs if job.batches], processes, pace)
+            logger.info(
+                "About %s for them, in batches of %d on %d process(es)",
+                timedelta(seconds=round(seconds)),
+                batch_size,
+                processes.count,
+            )
+        for job, batch, images in generate(jobs, processes, pace):
+            of_job[id(job)].add(batch, images)
+        shown = [collection.finish(processes) for collection in collections]
+
+    # Pictures of the images, which the other processes need not wait for.
+    processes.finish()
+    if processes.is_main:
+        for collection, images in zip(collections, shown, strict=True):
+            draw_pictures(options, collection.job, processes, pace, images, collection.folder)
+            logger.info("%s holds %d images and grid.png", collection.folder, len(seeds))
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,168 @@
+"""Pictures beside the images: a grid, the way from noise, the way between two seeds, the nearest training images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import yaml
+from PIL import Image
+
+from common.cores import default_num_workers
+from common.errors import UserError
+from common.files import default_cache_dir
+from common.progress import progress_bar
+from common.randomness import standard_normal
+from generation.denoise import NOISE_KEY, to_uint8
+from generation.engine import Job, Pace, RunningNetwork
+from generation.grid import image_grid, side_by_side
+from generation.models import CONFIG
+from generation.options import seeds_of
+from generation.writers import said_in_one_line, written_aside
+from image_data.sources import load_images
+from image_data.store import prepare_images
+
+if TYPE_CHECKING:
+    from common.processes import Processes
+    from generation.options import GenerationOptions
+    from image_data.store import InMemoryImages, StreamedImages
+
+SHOWN = 16  # images in a GIF or beside their neighbours
+FRAMES = 50
+INTERPOLATED = 11
+IMAGES_COMPARED_AT_ONCE = 1024
+
+
+def save(picture: Image.Image, path: Path, **how: object) -> None:
+    with said_in_one_line(path), written_aside(path) as aside:
+        picture.save(aside, format=path.suffix[1:], **how)
+
+
+def draw_pictures(
+    options: GenerationOptions, job: Job, processes: Processes, pace: Pace, shown: torch.Tensor, folder: Path
+) -> None:
+    """The grid, and what was asked for besides."""
+    save(image_grid(shown, columns=max(1, round(len(shown) ** 0.5))), folder / "grid.png")
+    if options.progress_gif:
+        save_progress(job, processes, pace, seeds_of(options)[:SHOWN], folder / "progress.gif")
+    if options.nearest:
+        training_images = load_training_images(
+            job.model.home, job.model.shape, options.dataset_name, options.train_data_dir
+        )
+        count = min(options.nearest, len(training_images))
+        save_nearest(shown[:SHOWN], training_images, count, folder / "nearest.png")
+
+
+def save_progress(job: Job, processes: Processes, pace: Pace, seeds: list[int], path: Path) -> None:
+    """The samples of some 50 denoising steps, as a GIF that rests at the end."""
+    frames = []
+    steps = len(job.method.timesteps)
+    shown_at = {round(number * steps / FRAMES) for number in range(1, FRAMES + 1)}
+    with progress_bar(total=steps, desc=path.name, leave=False) as bar:
+
+        def on_step(number: int, samples: torch.Tensor) -> None:
+            bar.update()
+            if number in shown_at:
+                frames.append(to_uint8(samples).cpu())
+
+        RunningNetwork(job, processes, Pace(len(seeds), pace.channels_last)).generate(seeds, on_step)
+    columns = max(1, round(len(seeds) ** 0.5))
+    pictures = [image_grid(frame, columns) for frame in frames]
+    save(
+        pictures[0],
+        path,
+        save_all=True,
+        append_images=pictures[1:],
+        duration=[80] * (len(pictures) - 1) + [2000],
+        loop=0,
+    )
+
+
+def save_interpolation(job: Job, processes: Processes, first: int, last: int, path: Path) -> None:
+    """A row of pictures whose noise lies on the great circle between that of two seeds (Song et al. 2021, D.5)."""
+    if job.method.adds_noise:
+        raise UserError(f"--interpolate: {job.method.name} adds noise on the way; use --ddim with --eta 0")
+    seeds = [first] * INTERPOLATED  # they stand for no noise here
+    ends = torch.tensor([first, last], device=processes.device)
+    noise = spherical(*standard_normal(NOISE_KEY, ends, 0, job.model.shape), torch.linspace(0, 1, INTERPOLATED))
+    running = RunningNetwork(job, processes, Pace(INTERPOLATED))
+    with progress_bar(total=len(job.method.timesteps), desc=path.name, leave=False) as bar:
+        images = running.generate(seeds, lambda number, samples: bar.update(), noise)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(image_grid(images, columns=INTERPOLATED), path)
+
+
+def spherical(first: torch.Tensor, last: torch.Tensor, fractions: torch.Tensor) -> torch.Tensor:
+    """From one noise to another, on the sphere where noise lies: a straight line would leave it by a third."""
+    first, last = first.double(), last.double()
+    angle = torch.acos((first * last).sum() / (first.norm() * last.norm()))
+    fractions = fractions.double().to(first.device)[:, None, None, None]
+    return ((((1 - fractions) * angle).sin() * first + (fractions * angle).sin() * last) / angle.sin()).float()
+
+
+def save_nearest(
+    images: torch.Tensor, training_images: InMemoryImages | StreamedImages, count: int, path: Path
+) -> None:
+    """Each image, and after a gap the training images that are nearest to it in pixels."""
+    indices = nearest(images, training_images, count)
+    neighbours = _whole(training_images, indices.flatten()).unflatten(0, indices.shape)
+    rows = torch.cat([images[:, None], neighbours], dim=1)
+    save(
+        side_by_side(
+            {
+                "generated": image_grid(rows[:, 0], columns=1),
+                "nearest training images, nearest first": image_grid(rows[:, 1:].flatten(0, 1), columns=count),
+            }
+        ),
+        path,
+    )
+
+
+def nearest(images: torch.Tensor, training_images: InMemoryImages | StreamedImages, count: int) -> torch.Tensor:
+    """Indices [n, count] of the training images at the least distance, a part of them at a time."""
+    flat = images.flatten(1).float()
+    best = torch.full((len(images), count), torch.inf)
+    indices = torch.zeros((len(images), count), dtype=torch.long)
+    parts = torch.arange(len(training_images)).split(IMAGES_COMPARED_AT_ONCE)
+    for part in progress_bar(iterable=parts, desc="Nearest training images", leave=False):
+        others = _whole(training_images, part).flatten(1).float()
+        # The difference itself: |a|^2 - 2ab + |b|^2 loses what tells near images apart.
+        distances = torch.stack([(others - image).square().sum(1) for image in flat])
+        best, order = torch.cat([best, distances], dim=1).topk(count, largest=False)
+        indices = torch.cat([indices, part.expand(len(images), -1)], dim=1).gather(1, order)
+    return indices
+
+
+def _whole(training_images: InMemoryImages | StreamedImages, indices: torch.Tensor) -> torch.Tensor:
+    return training_images.crops(indices, torch.full((len(indices), 2), 0.5))
+
+
+def load_training_images(
+    run: Path, shape: tuple[int, int, int], dataset_name: str | None, train_data_dir: str | None
+) -> InMemoryImages | StreamedImages:
+    """The images that a run was trained on, or those that are named, in the model's size."""
+    config = {"dataset_name": dataset_name, "train_data_dir": train_data_dir}
+    if not (dataset_name or train_data_dir):
+        if not (run / CONFIG).exists():
+            raise UserError(
+                "--nearest: the model is not of a run; name its images with --dataset_name or --train_data_dir"
+            )
+        config = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
+    names = "dataset_name dataset_config_name train_data_dir image_column cache_dir max_train_samples".split()
+    source = load_images(**{name: config.get(name) for name in names})
+    channels, height, width = shape
+    if height != width:
+        raise UserError("--nearest: compares square images only")
+    return prepare_images(
+        source,
+        resolution=height,
+        channels=channels,
+        center_crop=config.get("center_crop", True),
+        memory_limit_bytes=int(config.get("in_memory_limit_gb", 8.0) * 2**30),
+        num_workers=default_num_workers(1),
+        on_bad_image=config.get("on_bad_image", "skip"),
+        cache_dir=default_cache_dir(),
+        work_here=True,
+        wait=lambda: None,
+    )
