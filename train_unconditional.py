@@ -77,7 +77,7 @@ def main() -> None:
         unet=unet,
         ema=build_ema(config, unet),
         optimizer=build_optimizer(config, unet),
-        sampler=TIMESTEP_SAMPLERS[config.timestep_sampler](config.ddpm_num_steps),
+        sampler=TIMESTEP_SAMPLERS[config.timestep_sampler](scheduler.alphas_cumprod),
         window=Window.empty(processes.device),
         settings=settings_of(config) | {"images": len(images)},
         scaler=processes.accelerator.scaler,

@@ -16,6 +16,7 @@ import json
 import logging
 import shutil
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,9 @@ import torch
 from common import faults
 from common.errors import RunFailed, UserError
 from common.files import replace_folder, sha256, sync, write_atomically
+from training.config import TrainingConfig
 
 if TYPE_CHECKING:
-    from training.config import TrainingConfig
     from training.loop import TrainingState
 
 logger = logging.getLogger(__name__)
@@ -302,9 +303,14 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
 
 
 def changed_settings(before: dict[str, object], now: dict[str, object]) -> list[str]:
-    """Each setting that makes another run of this one, with both values."""
+    """Each setting that makes another run of this one, with both values.
+
+    What is not written down, because the version knew no such setting or the run did not use it, had its default.
+    """
+    defaults = asdict(TrainingConfig())
     names = sorted(before.keys() | now.keys())
-    return [f"{name} {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)]
+    pairs = {name: (before.get(name, defaults.get(name)), now.get(name, defaults.get(name))) for name in names}
+    return [f"{name} {earlier} -> {later}" for name, (earlier, later) in pairs.items() if earlier != later]
 
 
 def optimizer_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
