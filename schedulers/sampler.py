@@ -17,14 +17,14 @@ import torch
 class Update:
     """A step of the optimiser, for a sampler that measures what it changes.
 
-    `kl(rows, timesteps, noise_rows)` is the divergence KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)) of this process's
-    images `rows` as the network now stands, without gradients or dropout, up to what no update changes. The noise is
-    a function of the step and of `noise_rows`: before and after the update it is the same.
+    `kl(rows, timesteps, noise_rows)` is KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)) of this process's images `rows` as
+    the network now stands, up to what no update changes, in bits per dimension; without gradients or dropout. The
+    noise is a function of the step and of `noise_rows`: the same before and after the update.
     """
 
     step: int
     batch_size: int
-    positions: torch.Tensor  # in the global batch, of this process's images
+    positions: torch.Tensor  # of this process's images in the global batch
     kl: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     total: Callable[[torch.Tensor], torch.Tensor]  # the sum over all processes, which all must ask for
 
@@ -57,6 +57,11 @@ class TimestepSampler:
     def describe(self) -> torch.Tensor:
         """The probability of every timestep, in float64."""
         return self._density
+
+    @property
+    def least_probability(self) -> float:
+        """What no timestep's probability is below, now or after the sampler has adapted."""
+        return self.describe().min().item()
 
     # Draws.
 
@@ -113,10 +118,10 @@ class TimestepSampler:
         if state:
             raise ValueError(f"{type(self).__name__} has no state, but was given {', '.join(state)}")
 
-    # What the training loop asks.
+    # What a run asks of it.
 
-    def overrides(self, name: str) -> bool:
-        return getattr(type(self), name) is not getattr(TimestepSampler, name)
+    def overrides(self, *names: str) -> bool:
+        return any(getattr(type(self), name) is not getattr(TimestepSampler, name) for name in names)
 
     @property
     def observes(self) -> bool:
@@ -127,5 +132,14 @@ class TimestepSampler:
         return self.overrides("sample_for")
 
     @property
+    def measures_updates(self) -> bool:
+        return self.overrides("before_update", "after_update")
+
+    @property
     def adapts(self) -> bool:
-        return self.observes or self.overrides("before_update") or self.overrides("after_update")
+        return self.observes or self.measures_updates
+
+    @property
+    def can_be_stratified(self) -> bool:
+        """Whether its draws go through `quantiles`; a class that overrides `draw` and uses them says so."""
+        return not self.overrides("sample", "draw", "sample_for")

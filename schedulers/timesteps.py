@@ -11,6 +11,8 @@ from schedulers.sampler import TimestepSampler
 class Uniform(TimestepSampler):
     """t uniform on 0 .. T-1, independently for every image (Ho et al. 2020, algorithm 1). The same objective."""
 
+    can_be_stratified = True
+
     def draw(self, batch_size: int, generator: torch.Generator) -> torch.Tensor:
         if self.stratified:
             return super().draw(batch_size, generator)
@@ -71,6 +73,7 @@ class SpeeD(TimestepSampler):
     """
 
     objective = "changed"
+    can_be_stratified = True
 
     def __init__(self, alphas_cumprod: torch.Tensor, tau: int | None = None, k: float = 5.0):
         super().__init__(alphas_cumprod)

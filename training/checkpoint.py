@@ -130,7 +130,7 @@ def checkpoint_files(state: TrainingState) -> dict[str, CheckpointFile]:
         files[f"{folder}/config.json"] = network.to_json_string()
         files[f"{folder}/{WEIGHTS}"] = copy_out(network.state_dict())
     files["optimizer.safetensors"] = copy_out(optimizer_tensors(state))
-    files["sampler.safetensors"] = copy_out(state.sampler.state_dict())
+    files["sampler.safetensors"] = copy_out(state.timesteps.state_dict())
     files["state.json"] = as_json(state.numbers())
     return files
 
@@ -292,7 +292,9 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
         if state.ema is not None:
             state.ema.ema_model.load_state_dict(load_file(folder / "unet_ema" / WEIGHTS))
         load_optimizer_tensors(state, load_file(folder / "optimizer.safetensors"))
-        state.sampler.load_state_dict(load_file(folder / "sampler.safetensors"))
+        # What one timestep sampler has learned says nothing to another.
+        if numbers["settings"]["timestep_sampler"] == state.settings["timestep_sampler"]:
+            state.timesteps.load_state_dict(load_file(folder / "sampler.safetensors"))
     except (RuntimeError, FileNotFoundError, KeyError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
