@@ -131,9 +131,10 @@ class AdaptiveTimestepSampling(TimestepSampler):
         """The average over the batch that the policy last learned from; uniform before."""
         from scipy.special import betainc
 
-        edges = ((torch.arange(self.num_train_timesteps + 1) - 0.5) / (self.num_train_timesteps - 1)).clamp(0, 1)
-        a, b = self.shapes.double().numpy()[:, :, None].swapaxes(0, 1)
-        return torch.from_numpy(betainc(a, b, edges.double().numpy())).diff().mean(0)
+        steps = self.num_train_timesteps
+        edges = ((torch.arange(steps + 1, dtype=torch.float64) - 0.5) / (steps - 1)).clamp(0, 1)
+        a, b = self.shapes.double()[:, :, None].unbind(1)
+        return torch.from_numpy(betainc(a.numpy(), b.numpy(), edges.numpy())).diff().mean(0)
 
     @property
     def least_probability(self) -> float:
