@@ -34,7 +34,6 @@ def main() -> None:
     from common.randomness import generator_for
     from image_data.batches import TrainingBatches
     from schedulers.ddpm import build_scheduler
-    from schedulers.timesteps import TIMESTEP_SAMPLERS
     from training.banner import log_banner, log_end
     from training.checkpoint import CheckpointWriter, load_checkpoint
     from training.images import load_training_images
@@ -44,6 +43,7 @@ def main() -> None:
     from training.optimizer import build_ema, build_optimizer, learning_rate_schedule
     from training.output import check_disk, check_output_dir, open_run
     from training.publish import check_push, publish
+    from training.timesteps import TimestepSampling, build_sampler, build_weighting
     from training.tracking import Tracking
 
     precision = resolve_precision(config.mixed_precision)
@@ -52,6 +52,13 @@ def main() -> None:
     check_output_dir(config)
     check_network(config)
     check_push(config)
+
+    # The diffusion, and what of it a step trains on.
+    scheduler = build_scheduler(
+        config.ddpm_beta_schedule, config.ddpm_num_steps, config.variance_type, config.prediction_type
+    )
+    sampler = build_sampler(config, scheduler.alphas_cumprod)
+    weight_of = build_weighting(config, scheduler.alphas_cumprod)
 
     # The images, and which of them make up which step.
     images, channels, num_workers = load_training_images(config, processes)
@@ -68,16 +75,13 @@ def main() -> None:
     total_steps = resolve_steps(config, batches.steps_per_epoch)
     config = with_resolved(config, batch, total_steps, channels, precision)
 
-    # The network, the diffusion, and all that changes while training.
+    # The network, and all that changes while training.
     unet = build_training_unet(config, channels, generator_for(config.seed, "initialisation")).to(processes.device)
-    scheduler = build_scheduler(
-        config.ddpm_beta_schedule, config.ddpm_num_steps, config.variance_type, config.prediction_type
-    )
     state = TrainingState(
         unet=unet,
         ema=build_ema(config, unet),
         optimizer=build_optimizer(config, unet),
-        sampler=TIMESTEP_SAMPLERS[config.timestep_sampler](config.ddpm_num_steps),
+        timesteps=TimestepSampling(sampler, weight_of, scheduler, batches, processes, channels),
         window=Window.empty(processes.device),
         settings=settings_of(config) | {"images": len(images)},
         scaler=processes.accelerator.scaler,

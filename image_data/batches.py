@@ -20,6 +20,11 @@ def epoch_order(num_images: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(num_images, generator=generator_for(seed, "order", epoch))
 
 
+def normalised(images: torch.Tensor) -> torch.Tensor:
+    """uint8 as the network sees it, on [-1, 1]."""
+    return images.float() / 127.5 - 1
+
+
 class TrainingBatches:
     """The batches of a training run, from any step on, as one process of any number of processes sees them.
 

@@ -1,6 +1,7 @@
 """The forward process and one ancestral step back (Ho et al. 2020), exactly, on diffusers' DDPMScheduler."""
 
 import functools
+import math
 
 import torch
 from diffusers import DDPMScheduler
@@ -8,6 +9,7 @@ from diffusers.schedulers.scheduling_ddpm import DDPMSchedulerOutput
 from diffusers.utils.torch_utils import randn_tensor
 
 from schedulers.betas import DIFFUSERS_NAMES, make_betas
+from schedulers.weighting import of_prediction, signal_to_noise
 
 VARIANCE_TYPES = ("fixed_large", "fixed_small")
 
@@ -71,6 +73,18 @@ class ExactDDPMScheduler(DDPMScheduler):
         if self.config.prediction_type == "sample":
             return images
         return self.get_velocity(images, noise, timesteps)
+
+    def divergence_weights(self) -> torch.Tensor:
+        """What the mean squared error of the prediction at t counts in KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)).
+
+        The means differ by sqrt(a_s) beta_t / (1 - a_t) times the error of x_0 (eq. 7), and the KL is the square of
+        that over 2 sigma_t^2 (eq. 8), up to what no network changes. In bits per dimension.
+        """
+        a_t = self.alphas_cumprod
+        a_s = torch.cat([torch.ones(1, dtype=a_t.dtype), a_t[:-1]])
+        variances = [self.variance(t, t - 1) for t in range(len(a_t))]
+        of_original = a_s * (self.betas / (1 - a_t)) ** 2 / (2 * math.log(2) * torch.tensor(variances, dtype=a_t.dtype))
+        return of_prediction(of_original, signal_to_noise(a_t), self.config.prediction_type)
 
     # One step back.
 

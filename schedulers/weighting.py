@@ -1,40 +1,94 @@
 """Loss weights: how much the squared error at each timestep counts, as a table over t.
 
 SNR_t = a_t / (1 - a_t) is the signal-to-noise ratio of x_t. A weighting multiplies the mean squared error of what the
-network predicts, so one idea has one table per prediction type.
+network predicts, so one idea has one table per prediction type; with the same prediction of x_0 behind them the
+errors are related by
+
+    (epsilon error)^2 = SNR (x_0 error)^2        (v error)^2 = (SNR + 1) (x_0 error)^2
+
+Every function takes a_t, the prediction type and options with the paper's values as defaults.
 """
 
 from collections.abc import Callable
 
 import torch
 
+from schedulers.timesteps import speed_tau
 
-def none(snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
+
+def signal_to_noise(alphas_cumprod: torch.Tensor) -> torch.Tensor:
+    return alphas_cumprod / (1 - alphas_cumprod)
+
+
+def of_prediction(weight_of_original: torch.Tensor, snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
+    """A weight on the squared error of x_0, restated for the error of what the network predicts."""
+    return (
+        weight_of_original / {"epsilon": snr, "v_prediction": snr + 1, "sample": torch.ones_like(snr)}[prediction_type]
+    )
+
+
+def none(alphas_cumprod: torch.Tensor, prediction_type: str) -> torch.Tensor:
     """The simple loss: every timestep counts the same (Ho et al. 2020, eq. 14)."""
-    return torch.ones_like(snr)
+    return torch.ones_like(alphas_cumprod)
 
 
-def min_snr(snr: torch.Tensor, prediction_type: str, gamma: float = 5.0) -> torch.Tensor:
-    """min(SNR, gamma) as a weight on the error of x_0 (Hang et al. 2023, section 3.4), restated for the prediction."""
-    divisor = {"epsilon": snr, "v_prediction": snr + 1, "sample": torch.ones_like(snr)}[prediction_type]
-    return snr.clamp(max=gamma) / divisor
+def min_snr(alphas_cumprod: torch.Tensor, prediction_type: str, gamma: float = 5.0) -> torch.Tensor:
+    """min(SNR, gamma) on the error of x_0 (Hang et al. 2023, section 3.4)."""
+    snr = signal_to_noise(alphas_cumprod)
+    return of_prediction(snr.clamp(max=gamma), snr, prediction_type)
 
 
-def p2(snr: torch.Tensor, prediction_type: str, gamma: float = 1.0, k: float = 1.0) -> torch.Tensor:
-    """1 / (k + SNR)^gamma on the error of epsilon (Choi et al. 2022, eq. 8), restated for the prediction."""
-    # (epsilon error)^2 = SNR (x_0 error)^2 = SNR / (SNR + 1) (v error)^2
-    conversion = {"epsilon": torch.ones_like(snr), "sample": snr, "v_prediction": snr / (snr + 1)}
-    return conversion[prediction_type] / (k + snr) ** gamma
+def soft_min_snr(alphas_cumprod: torch.Tensor, prediction_type: str, gamma: float = 4.0) -> torch.Tensor:
+    """SNR gamma / (SNR + gamma) on the error of x_0: Min-SNR without its corner (Crowson et al. 2024, section 4.4).
+
+    There it is 1 / (sigma^2 + 1 / gamma) with gamma = 1 / sigma_data^2 = 4.
+    """
+    snr = signal_to_noise(alphas_cumprod)
+    return of_prediction(snr * gamma / (snr + gamma), snr, prediction_type)
 
 
-LOSS_WEIGHTINGS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
+def p2(alphas_cumprod: torch.Tensor, prediction_type: str, gamma: float = 1.0, k: float = 1.0) -> torch.Tensor:
+    """1 / (k + SNR)^gamma on the error of epsilon (Choi et al. 2022, eq. 8)."""
+    snr = signal_to_noise(alphas_cumprod)
+    return of_prediction(snr / (k + snr) ** gamma, snr, prediction_type)
+
+
+def edm(alphas_cumprod: torch.Tensor, prediction_type: str, sigma_data: float = 0.5) -> torch.Tensor:
+    """lambda(sigma) = (sigma^2 + sigma_data^2) / (sigma sigma_data)^2 on the error of x_0 (Karras et al., table 1).
+
+    With sigma^2 = 1 / SNR. It makes the loss of every sigma 1 for a network that knows nothing but sigma_data, in
+    EDM's own preconditioning; on epsilon it grows as sigma^2.
+    """
+    snr = signal_to_noise(alphas_cumprod)
+    return of_prediction(snr + 1 / sigma_data**2, snr, prediction_type)
+
+
+def speed(
+    alphas_cumprod: torch.Tensor, prediction_type: str, tau: int | None = None, lambda_: float = 0.6
+) -> torch.Tensor:
+    """SpeeD's change-aware weight (Wang et al. 2024, eq. 6): the rise g_t of 1 - a_t, scaled to [1 - lambda, lambda].
+
+    (1 - lambda) + (2 lambda - 1) (g_t - min g) / (max g - min g) for t < tau, 1 from there on; of the error of
+    epsilon, for which alone the paper has it.
+    """
+    if prediction_type != "epsilon":
+        raise ValueError(f"is defined for epsilon prediction alone, not for {prediction_type}")
+    rise = torch.gradient(1 - alphas_cumprod)[0]
+    scaled = (rise - rise.min()) / (rise.max() - rise.min())
+    t = torch.arange(len(alphas_cumprod))
+    return torch.where(t < speed_tau(tau, len(alphas_cumprod)), (1 - lambda_) + (2 * lambda_ - 1) * scaled, 1.0)
+
+
+LOSS_WEIGHTINGS: dict[str, Callable[..., torch.Tensor]] = {
     "none": none,
     "min_snr": min_snr,
+    "soft_min_snr": soft_min_snr,
     "p2": p2,
+    "edm": edm,
+    "speed": speed,
 }
 
 
-def weighting_table(name: str, alphas_cumprod: torch.Tensor, prediction_type: str) -> torch.Tensor:
+def weighting_table(name: str, alphas_cumprod: torch.Tensor, prediction_type: str, **options: float) -> torch.Tensor:
     """The weight at every t, float32."""
-    snr = alphas_cumprod / (1 - alphas_cumprod)
-    return LOSS_WEIGHTINGS[name](snr, prediction_type).float()
+    return LOSS_WEIGHTINGS[name](alphas_cumprod, prediction_type, **options).float()

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parent.parent
-TIMING = ("train_seconds", "images_per_second", "data_wait_share", "memory_gb")
+TIMING = ("train_seconds", "images_per_second", "data_wait_share", "memory_gb", "timestep_sampler_share")
 POINTS = {  # and how often a run comes past, at most
     "update": 120,
     "metrics": 17,

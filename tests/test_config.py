@@ -10,6 +10,8 @@ from conftest import ROOT
 
 from common.errors import UserError
 from training.config import (
+    CHANGED_OBJECTIVE,
+    SAME_OBJECTIVE,
     Batch,
     TrainingConfig,
     parse_config,
@@ -207,6 +209,7 @@ def test_choices_are_the_registries():
 
     hints = get_type_hints(TrainingConfig)
     assert set(get_args(hints["ddpm_beta_schedule"])) == BETA_SCHEDULES.keys() | set(DIFFUSERS_NAMES.values())
-    assert set(get_args(hints["timestep_sampler"])) == set(TIMESTEP_SAMPLERS)
+    for names, objective in ((SAME_OBJECTIVE, "same"), (CHANGED_OBJECTIVE, "changed")):
+        assert names == tuple(name for name, kind in TIMESTEP_SAMPLERS.items() if kind.objective == objective)
     assert set(get_args(hints["loss_weighting"])) == set(LOSS_WEIGHTINGS)
     assert set(get_args(hints["variance_type"])) == set(VARIANCE_TYPES)

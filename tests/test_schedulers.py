@@ -9,8 +9,6 @@ from common.randomness import generator_for
 from schedulers.betas import BETA_SCHEDULES, DIFFUSERS_NAMES, make_betas
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from schedulers.sampling import linear
-from schedulers.timesteps import TIMESTEP_SAMPLERS
-from schedulers.weighting import weighting_table
 
 T = 1000
 
@@ -170,52 +168,3 @@ def test_linear_subsequence(steps):
     assert sequence == sorted(sequence, reverse=True)
     assert sequence[0] == T - 1
     assert steps == 1 or sequence[-1] == 0
-
-
-@pytest.mark.parametrize("name", TIMESTEP_SAMPLERS)
-def test_timestep_samplers_draw_what_they_describe(name):
-    sampler = TIMESTEP_SAMPLERS[name](T)
-    density = sampler.describe()
-    assert density.sum().item() == pytest.approx(1)
-    drawn = torch.cat([sampler.sample(128, generator_for(step))[0] for step in range(2000)])
-    counts = torch.bincount(drawn, minlength=T).double()
-    expected = density * drawn.numel()
-    chi_square = ((counts - expected) ** 2 / expected).sum().item()
-    assert chi_square < T + 6 * (2 * T) ** 0.5  # six deviations; a stratified draw has less
-
-
-@pytest.mark.parametrize("name", TIMESTEP_SAMPLERS)
-def test_timestep_samplers_draw_from_their_generator_alone(name):
-    draws = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        draws.append(TIMESTEP_SAMPLERS[name](T).sample(64, generator_for("a")))
-    assert all(torch.equal(first, second) for first, second in zip(*draws, strict=True))
-    assert not torch.equal(draws[0][0], TIMESTEP_SAMPLERS[name](T).sample(64, generator_for("b"))[0])
-
-
-def test_stratified_covers_every_slice():
-    for n in (1, 8, 128, 1000):
-        timesteps, weights = TIMESTEP_SAMPLERS["stratified"](T).sample(n, generator_for(n))
-        # The i-th smallest lies in the i-th slice, whose bounds are rounded down to timesteps.
-        slices = torch.arange(n, dtype=torch.float64) * T / n
-        assert (timesteps.sort().values >= slices.floor()).all()
-        assert (timesteps.sort().values < slices + T / n).all()
-        assert (weights == 1).all()
-
-
-def test_loss_weights_against_closed_forms():
-    cumulative = build_scheduler().alphas_cumprod
-    a = cumulative.numpy()
-    snr = a / (1 - a)
-    expected = {
-        ("none", "epsilon"): np.ones(T),
-        ("min_snr", "epsilon"): np.minimum(snr, 5) / snr,
-        ("min_snr", "v_prediction"): np.minimum(snr, 5) / (snr + 1),
-        ("min_snr", "sample"): np.minimum(snr, 5),
-        ("p2", "epsilon"): 1 - a,
-        ("p2", "sample"): a,
-        ("p2", "v_prediction"): a * (1 - a),
-    }
-    for (name, prediction_type), table in expected.items():
-        np.testing.assert_allclose(weighting_table(name, cumulative, prediction_type).numpy(), table, rtol=1e-6)

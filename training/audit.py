@@ -6,11 +6,11 @@ groups), not off the flags, so that a default that slipped in would show.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from schedulers.betas import NAMES_OF_DIFFUSERS
-from training.config import PAPER_BATCH_SIZE
+from training.config import PAPER_BATCH_SIZE, TimestepOptions
 from training.model import PAPER_ARITHMETIC, PAPER_CIFAR10, PAPER_CIFAR10_PARAMETERS, describe_initialization
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def audit(
         Row("schedule", "linear 0.0001 to 0.02, T=1000, float64", describe_schedule(scheduler)),
         Row("variance", "fixed_large", scheduler.config.variance_type),
         Row("prediction", "epsilon", scheduler.config.prediction_type),
-        Row("timesteps", "uniform", config.timestep_sampler),
-        Row("loss weights", "none", config.loss_weighting),
+        Row("timesteps", "uniform", describe_choice(config, config.timestep_sampler, config.stratified)),
+        Row("loss weights", "none", describe_choice(config, config.loss_weighting)),
         Row("optimiser", "Adam(0.9, 0.999), eps 1e-08, decay 0, clip 1", describe_optimizer(config, optimizer)),
         Row("learning rate", "0.0002, constant_with_warmup, 5000 steps", describe_learning_rate(config)),
         Row("EMA", "a copy first, then 0.9999", describe_ema(ema)),
@@ -89,6 +89,14 @@ def describe_schedule(scheduler: ExactDDPMScheduler) -> str:
     )
     precision = str(betas.dtype).removeprefix("torch.")
     return f"{name} {betas[0].item():.4g} to {betas[-1].item():.4g}, T={len(betas)}, {precision}"
+
+
+def describe_choice(config: TrainingConfig, name: str, stratified: bool = False) -> str:
+    """A timestep sampler or loss weighting, with those of its options that are not its paper's."""
+    own = [entry for entry in fields(TimestepOptions) if entry.name.startswith(f"{name}_")]
+    changed = {entry.name: getattr(config, entry.name) for entry in own if getattr(config, entry.name) != entry.default}
+    options = ", ".join(f"{option.removeprefix(f'{name}_')} {value:g}" for option, value in changed.items())
+    return name + (f" ({options})" if options else "") + (", stratified" if stratified else "")
 
 
 def describe_optimizer(config: TrainingConfig, optimizer: torch.optim.Optimizer) -> str:

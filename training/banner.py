@@ -9,11 +9,14 @@ from training.audit import audit, format_audit
 from training.config import as_yaml
 
 if TYPE_CHECKING:
+    import torch
+
     from common.processes import Processes
     from image_data.batches import TrainingBatches
     from schedulers.ddpm import ExactDDPMScheduler
     from training.config import Batch, TrainingConfig
     from training.loop import TrainingState
+    from training.timesteps import TimestepSampling
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,8 @@ def log_banner(
         len(batches.images),
     )
     logger.info("Audit against Ho et al. 2020, CIFAR-10:\n%s", format_audit(rows))
+    for line in describe_sampling(config, state.timesteps, batch.total * total_steps):
+        logger.info(line)
     if config.dry_run:
         logger.info("Configuration:\n%s", as_yaml(config))
     if total_steps <= config.lr_warmup_steps and config.lr_scheduler != "constant":
@@ -71,6 +76,41 @@ def log_banner(
         logger.warning(
             "Without the moving average samples are much worse (FID 12.1 against 3.2 with the original's weights)"
         )
+
+
+def describe_sampling(config: TrainingConfig, sampling: TimestepSampling, draws: int) -> list[str]:
+    """Which timesteps will be drawn and how they are weighted, and whether that is still the paper's objective."""
+    sampler, name = sampling.sampler, config.timestep_sampler
+    objectives = {"same": "the paper's objective", "changed": "another objective than the paper's"}
+    lines = [f"[sampler] {name}: {objectives[sampler.objective]}"]
+    if sampler.adapts:
+        least = sampler.least_probability
+        promise = f"at least {least:.3g}" if least > 0 else "without a lower bound, so that some may no longer be drawn"
+        lines.append(f"[sampler] adapts to the training; probability of a timestep: {promise}")
+    else:
+        density = sampler.describe()
+        # What is rare and not to be expected once in the whole run might as well have no probability.
+        drawn = (density * draws >= 1) | (density * len(density) >= 0.01)
+        lines.append(
+            f"[sampler] draws t in {ranges(drawn)}, each with a probability of at least {density[drawn].min():.3g}; "
+            f"never: {ranges(~drawn) or 'none'}"
+        )
+    if config.loss_weighting != "none":
+        weights = sampling.weight_of
+        lines.append(
+            f"[weights] {config.loss_weighting}: {objectives['changed']}; the loss at t counts "
+            f"{weights.min():.3g} (t = {weights.argmin()}) to {weights.max():.3g} (t = {weights.argmax()})"
+        )
+    return lines
+
+
+def ranges(chosen: torch.Tensor) -> str:
+    """The timesteps that are chosen, as in '0-3, 996-999'."""
+    timesteps = chosen.nonzero().flatten().tolist()
+    firsts = [t for t in timesteps if t == 0 or not chosen[t - 1]]
+    lasts = [t for t in timesteps if t == len(chosen) - 1 or not chosen[t + 1]]
+    pairs = zip(firsts, lasts, strict=True)
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in pairs)
 
 
 def log_end(config: TrainingConfig, state: TrainingState, total_steps: int) -> None:

@@ -16,6 +16,7 @@ import json
 import logging
 import shutil
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,9 +36,9 @@ from common.checkpoints import (
 )
 from common.errors import RunFailed, UserError
 from common.files import replace_folder, sync
+from training.config import TrainingConfig
 
 if TYPE_CHECKING:
-    from training.config import TrainingConfig
     from training.loop import TrainingState
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ def checkpoint_files(state: TrainingState) -> dict[str, CheckpointFile]:
         files[f"{folder}/config.json"] = network.to_json_string()
         files[f"{folder}/{WEIGHTS}"] = copy_out(network.state_dict())
     files["optimizer.safetensors"] = copy_out(optimizer_tensors(state))
-    files["sampler.safetensors"] = copy_out(state.sampler.state_dict())
+    files["sampler.safetensors"] = copy_out(state.timesteps.state_dict())
     files["state.json"] = as_json(state.numbers())
     return files
 
@@ -244,7 +245,9 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
         if state.ema is not None:
             state.ema.ema_model.load_state_dict(load_file(folder / "unet_ema" / WEIGHTS))
         load_optimizer_tensors(state, load_file(folder / "optimizer.safetensors"))
-        state.sampler.load_state_dict(load_file(folder / "sampler.safetensors"))
+        # What one timestep sampler has learned says nothing to another.
+        if numbers["settings"]["timestep_sampler"] == state.settings["timestep_sampler"]:
+            state.timesteps.load_state_dict(load_file(folder / "sampler.safetensors"))
     except (RuntimeError, FileNotFoundError, KeyError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
@@ -255,9 +258,14 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
 
 
 def changed_settings(before: dict[str, object], now: dict[str, object]) -> list[str]:
-    """Each setting that makes another run of this one, with both values."""
+    """Each setting that makes another run of this one, with both values.
+
+    What is not written down, because the version knew no such setting or the run did not use it, had its default.
+    """
+    defaults = asdict(TrainingConfig())
     names = sorted(before.keys() | now.keys())
-    return [f"{name} {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)]
+    pairs = {name: (before.get(name, defaults.get(name)), now.get(name, defaults.get(name))) for name in names}
+    return [f"{name} {earlier} -> {later}" for name, (earlier, later) in pairs.items() if earlier != later]
 
 
 def optimizer_tensors(state: TrainingState) -> dict[str, torch.Tensor]:

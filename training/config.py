@@ -4,7 +4,9 @@ The defaults are the paper's (Ho et al. 2020, CIFAR-10), the names are those of 
 Nothing heavy is imported here, so that `--help` answers at once.
 """
 
+import difflib
 import importlib.util
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -17,6 +19,7 @@ from common.options import (
     check_below_one,
     check_not_negative,
     check_positive,
+    check_values,
     names_flag,
     names_of,
     option,
@@ -27,6 +30,14 @@ from common.options import (
 
 PAPER_STEPS = 800_000
 PAPER_BATCH_SIZE = 128
+
+# The registry in schedulers/timesteps.py, by what they train, without importing it.
+SAME_OBJECTIVE = ("uniform", "stratified", "loss_second_moment")
+CHANGED_OBJECTIVE = ("logit_normal", "edm", "speed", "ats")
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
 
 
 @dataclass
@@ -78,8 +89,43 @@ class DiffusionOptions:
         "fixed_large", "Variance of the ancestral steps: beta_t or the posterior's."
     )
     prediction_type: Literal["epsilon", "sample", "v_prediction"] = option("epsilon", "What the network predicts.")
-    timestep_sampler: Literal["uniform", "stratified"] = option("uniform", "Which timesteps a step trains on.")
-    loss_weighting: Literal["none", "min_snr", "p2"] = option("none", "Weight of the loss at each timestep.")
+
+
+@dataclass
+class TimestepOptions:
+    """An option that belongs to one sampler or weighting bears its name: `edm_mean` is the `mean` of `edm`."""
+
+    _argument_group_name = "timestep samplers and loss weights"
+
+    timestep_sampler: str = option(
+        "uniform",
+        f"Which timesteps a step trains on. The paper's objective: {listed(SAME_OBJECTIVE)}. Another objective: "
+        f"{listed(CHANGED_OBJECTIVE)}. Or a class in a file of your own: my_file.py:MySampler.",
+    )
+    stratified: bool = option(False, "Spread each batch evenly over the sampler's density, whatever that is.")
+    loss_weighting: Literal["none", "min_snr", "soft_min_snr", "p2", "edm", "speed"] = option(
+        "none", "Weight of the loss at each timestep; all but none change the objective."
+    )
+    logit_normal_mean: float = option(0.0, "Mean of logit(t / T).")
+    logit_normal_std: float = option(1.0, "Standard deviation of logit(t / T).")
+    edm_mean: float = option(-1.2, "Mean of ln sigma of the sampler.")
+    edm_std: float = option(1.2, "Standard deviation of ln sigma of the sampler.")
+    edm_sigma_data: float = option(0.5, "sigma_data of the weighting.")
+    speed_tau: int | None = option(None, "From this timestep on steps count as trivial (default: 0.7 T, the paper's).")
+    speed_k: float = option(5.0, "How much likelier the sampler draws the timesteps below tau.")
+    speed_lambda: float = option(0.6, "Weights below tau lie between 1 - lambda and lambda.")
+    loss_second_moment_history: int = option(10, "Losses remembered of every timestep.")
+    loss_second_moment_uniform: float = option(0.001, "Share of uniform draws.")
+    ats_interval: int = option(40, "Steps between updates of the policy.")
+    ats_grid: int = option(50, "Timesteps whose losses are compared before and after an update.")
+    ats_queue: int = option(20, "Comparisons remembered for the choice of timesteps.")
+    ats_features: int = option(3, "Timesteps chosen for the reward.")
+    ats_entropy: float = option(0.01, "Weight of the policy's entropy.")
+    ats_learning_rate: float = option(0.01, "Learning rate of the policy.")
+    min_snr_gamma: float = option(5.0, "The signal-to-noise ratio is cut off here.", aliases=["--snr_gamma"])
+    soft_min_snr_gamma: float = option(4.0, "The signal-to-noise ratio saturates here.")
+    p2_gamma: float = option(1.0, "Exponent of 1 / (k + SNR).")
+    p2_k: float = option(1.0, "k of 1 / (k + SNR).")
 
 
 @dataclass
@@ -182,6 +228,7 @@ SECTIONS = (
     DataOptions,
     NetworkOptions,
     DiffusionOptions,
+    TimestepOptions,
     OptimizerOptions,
     EMAOptions,
     LengthOptions,
@@ -199,6 +246,7 @@ class TrainingConfig(
     LengthOptions,
     EMAOptions,
     OptimizerOptions,
+    TimestepOptions,
     DiffusionOptions,
     NetworkOptions,
     DataOptions,
@@ -242,9 +290,13 @@ POSITIVE = """
     resolution ddpm_num_steps train_batch_size total_batch_size gradient_accumulation_steps learning_rate max_grad_norm
     num_epochs max_train_steps max_train_seconds max_train_samples checkpointing_steps checkpoints_total_limit
     keep_every save_images_steps save_images_epochs save_model_epochs eval_batch_size ddpm_num_inference_steps
-    logging_steps adam_epsilon ema_inv_gamma ema_power
+    logging_steps adam_epsilon ema_inv_gamma ema_power logit_normal_std edm_std edm_sigma_data speed_tau speed_k
+    loss_second_moment_history loss_second_moment_uniform ats_interval ats_grid ats_queue ats_features
+    ats_learning_rate min_snr_gamma soft_min_snr_gamma p2_k
 """.split()
-NOT_NEGATIVE = "lr_warmup_steps adam_weight_decay dataloader_num_workers seed in_memory_limit_gb".split()
+NOT_NEGATIVE = """
+    lr_warmup_steps adam_weight_decay dataloader_num_workers seed in_memory_limit_gb p2_gamma ats_entropy
+""".split()
 BELOW_ONE = "dropout adam_beta1 adam_beta2 ema_max_decay".split()
 
 
@@ -286,6 +338,8 @@ def validate(config: TrainingConfig) -> None:
             f"--ddpm_num_inference_steps {config.ddpm_num_inference_steps}: more than the "
             f"{config.ddpm_num_steps} steps of the diffusion (--ddpm_num_steps)"
         )
+    check_values(config, ["speed_lambda"], lambda value: 0 <= value <= 1, "from 0 to 1")
+    check_timestep_sampler(config)
     if not config.output_dir.strip():
         raise UserError("--output_dir is empty: name a folder for the run")
     if config.logger == "wandb" and importlib.util.find_spec("wandb") is None:
@@ -294,6 +348,23 @@ def validate(config: TrainingConfig) -> None:
         raise UserError(
             "--hub_token with --logger wandb would show the token in the run's page: use `hf auth login` instead"
         )
+
+
+def check_timestep_sampler(config: TrainingConfig) -> None:
+    """A name of the registry, or a file of the user's; what is in it is looked at when it is used."""
+    names, name = [*SAME_OBJECTIVE, *CHANGED_OBJECTIVE], config.timestep_sampler
+    if names_own_file(name):
+        path = Path(name.rpartition(":")[0])
+        if not path.is_file():
+            raise UserError(f"--timestep_sampler {name}: there is no file {path}")
+    elif name not in names:
+        nearest = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"must be one of {listed(names)}, or my_file.py:MySampler"
+        raise UserError(f"--timestep_sampler {name}: {hint}")
+
+
+def names_own_file(timestep_sampler: str) -> bool:
+    return ".py:" in timestep_sampler
 
 
 # What may change between two parts of a run without making it another run.
@@ -306,10 +377,19 @@ HARMLESS = {
 
 def settings_of(config: TrainingConfig) -> dict[str, object]:
     """What makes a run the run it is, for a checkpoint to remember."""
-    settings = {name: value for name, value in asdict(config).items() if name not in HARMLESS}
+    idle = options_of_others(config)
+    settings = {name: value for name, value in asdict(config).items() if name not in HARMLESS and name not in idle}
     if config.lr_scheduler not in ("constant", "constant_with_warmup"):
         settings["max_train_steps"] = config.max_train_steps  # the learning rate falls towards the end
     return settings
+
+
+def options_of_others(config: TrainingConfig) -> list[str]:
+    """The options of the timestep samplers and loss weightings that the run does not use."""
+    general = ("timestep_sampler", "stratified", "loss_weighting")
+    used = (f"{config.timestep_sampler}_", f"{config.loss_weighting}_")
+    names = [entry.name for entry in fields(TimestepOptions) if entry.name not in general]
+    return [name for name in names if not name.startswith(used)]
 
 
 def save_config(config: TrainingConfig, path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from common import faults, interruption
+from common.devices import to_device
 from common.errors import RunFailed
-from common.randomness import derive_seed, generator_for, standard_normal
-from schedulers.weighting import weighting_table
+from common.randomness import derive_seed, standard_normal
+from image_data.batches import normalised
 
 if TYPE_CHECKING:
     from ema_pytorch import EMA
@@ -26,15 +28,20 @@ if TYPE_CHECKING:
     from common.processes import Processes
     from image_data.batches import TrainingBatches
     from schedulers.ddpm import ExactDDPMScheduler
-    from schedulers.timesteps import TimestepSampler
     from training.config import TrainingConfig
     from training.milestones import Milestones
+    from training.timesteps import TimestepSampling
     from training.tracking import Tracking
 
 HEALTHY = torch.iinfo(torch.int64).max  # the step of a failure that has not happened
 QUARTERS = 4
 # Under fp16 the gradient scaler halves its scale at every overflow, from 65536; below this they are not by chance.
 SMALLEST_LOSS_SCALE = 2.0**-8
+
+
+# Where the sums of a window are: of losses and images by quarter of t, of weights and their squares, then one each.
+LOSSES, COUNTS, WEIGHTS = slice(0, QUARTERS), slice(QUARTERS, 2 * QUARTERS), slice(2 * QUARTERS, 2 * QUARTERS + 2)
+OBJECTIVE, GRADIENT_NORM = 2 * QUARTERS + 2, 2 * QUARTERS + 3
 
 
 @dataclass
@@ -45,22 +52,30 @@ class Window:
     or not. The sums stay on the device until they are asked for.
     """
 
-    sums: torch.Tensor  # losses by quarter of t, the objective, the gradient norm
-    counts: list[int] = field(default_factory=lambda: [0] * QUARTERS)  # images by quarter of t
+    sums: torch.Tensor
     steps: int = 0
-    # For the report of a failure: timesteps of the global batch and losses of this process, of the latest steps.
+    # For the report of a failure: timesteps and losses of this process, of the latest steps.
     latest: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     @classmethod
     def empty(cls, device: torch.device) -> Window:
-        return cls(torch.zeros(QUARTERS + 2, dtype=summing_dtype(device), device=device))
+        return cls(torch.zeros(GRADIENT_NORM + 1, dtype=summing_dtype(device), device=device))
 
     def numbers(self) -> dict:
-        return {"sums": self.sums.tolist(), "counts": self.counts, "steps": self.steps}
+        sums = self.sums.tolist()
+        return {
+            "sums": [*sums[LOSSES], sums[OBJECTIVE], sums[GRADIENT_NORM]],
+            "counts": [int(count) for count in sums[COUNTS]],
+            "weights": sums[WEIGHTS],
+            "steps": self.steps,
+        }
 
     def load_numbers(self, numbers: dict) -> None:
-        self.sums.copy_(torch.tensor(numbers["sums"], dtype=torch.float64))
-        self.counts, self.steps = list(numbers["counts"]), numbers["steps"]
+        *losses, objective, gradient_norm = numbers["sums"]
+        weights = numbers.get("weights", [0.0, 0.0])  # the first checkpoints were made without
+        sums = [*losses, *numbers["counts"], *weights, objective, gradient_norm]
+        self.sums.copy_(torch.tensor(sums, dtype=torch.float64))
+        self.steps = numbers["steps"]
 
 
 def summing_dtype(device: torch.device) -> torch.dtype:
@@ -74,7 +89,7 @@ class TrainingState:
     unet: torch.nn.Module
     ema: EMA | None
     optimizer: torch.optim.Optimizer
-    sampler: TimestepSampler
+    timesteps: TimestepSampling
     window: Window
     settings: dict[str, object]
     scaler: torch.amp.GradScaler | None = None
@@ -132,7 +147,6 @@ def train(
     `model` is `state.unet` as accelerate wrapped it. `over` says that there is nothing left to train.
     """
     device, window = processes.device, state.window
-    weight_of = weighting_table(config.loss_weighting, scheduler.alphas_cumprod, config.prediction_type)
     noise_key = derive_seed(config.seed, "noise")
     positions = batches.positions  # [passes, images] of the global batch that are this process's
     positions_here = to_device(positions, device)
@@ -151,18 +165,15 @@ def train(
             group["lr"] = rate
 
         # Every process draws the timesteps of the whole batch and takes those of its own images.
-        draw = generator_for(config.seed, "timesteps", step)
-        timesteps, weights = state.sampler.sample(batches.total_batch_size, draw)
-        weights = weights * weight_of[timesteps]
+        timesteps, weights = state.timesteps.draw(step, pixels)
 
         # Dropout alone draws from torch's global generators.
         torch.manual_seed(derive_seed(config.seed, "dropout", step, processes.index))
 
         # Forward and backward; the processes exchange gradients on the last pass.
         losses, objective = [], torch.zeros((), device=device)
-        for images, rows, rows_here in zip(pixels, positions, positions_here, strict=True):
-            images = to_device(images, device).float() / 127.5 - 1
-            t, weight = to_device(timesteps[rows], device), to_device(weights[rows], device)
+        for images, t, weight, rows_here in zip(pixels, timesteps, weights, positions_here, strict=True):
+            images = normalised(to_device(images, device))
             noise = standard_normal(noise_key, rows_here, step, images.shape[1:])
             exchange = len(losses) == len(positions) - 1
             with nullcontext() if exchange else processes.accelerator.no_sync(model):
@@ -176,18 +187,20 @@ def train(
         if state.scaler is not None:
             state.scaler.unscale_(state.optimizer)
         gradient_norm = torch.nn.utils.clip_grad_norm_(state.unet.parameters(), config.max_grad_norm)
-        losses, mine = torch.cat(losses), timesteps[positions.flatten()]
-        sums, all_finite = sum_over_processes(losses, mine, objective, gradient_norm, state, processes, len(weight_of))
+        losses, timesteps, weights = torch.cat(losses), timesteps.flatten(), weights.flatten()
+        sums, all_finite, of_batch = sum_over_processes(
+            losses, timesteps, weights, objective, gradient_norm, state, processes, scheduler.config.num_train_timesteps
+        )
         failed_at = torch.where(all_finite, failed_at, failed_at.clamp(max=step))
-        update(state, failed_at)
+        with state.timesteps.around_update(step, state.unet, partial(losses_of_rows, state.unet, scheduler, pixels)):
+            update(state, failed_at)
+        state.timesteps.hear(step, of_batch)
         faults.point("update")
 
         # Take note.
         state.step += 1
         window.sums += sums
         window.steps += 1
-        for quarter, count in enumerate(count_by_quarter(timesteps, len(weight_of))):
-            window.counts[quarter] += count
         window.latest = [*window.latest[1 - config.logging_steps :], (timesteps, losses)]
         tracking.advance()
 
@@ -198,7 +211,7 @@ def train(
         if (
             line_due or finished or stopped or device.type == "cpu" or milestones.due(state.step)
         ) and failed_at.item() != HEALTHY:
-            raise failure(int(failed_at), state, positions.flatten(), processes, milestones.last_checkpoint)
+            raise failure(int(failed_at), state, processes, milestones.last_checkpoint)
         if line_due and state.scaler is not None and state.scaler.get_scale() < SMALLEST_LOSS_SCALE:
             raise RunFailed(
                 f"step {state.step}: gradients overflow in fp16 whatever the loss scale; no update was made with them. "
@@ -221,11 +234,6 @@ def is_over(config: TrainingConfig, processes: Processes, step: int, seconds: fl
     return processes.any(seconds >= config.max_train_seconds)
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """From pinned memory a copy to a GPU does not wait for the work before it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
 def diffusion_loss(
     model: torch.nn.Module,
     scheduler: ExactDDPMScheduler,
@@ -240,34 +248,47 @@ def diffusion_loss(
     return (prediction.float() - target).square().flatten(1).mean(1)
 
 
+def losses_of_rows(
+    model: torch.nn.Module,
+    scheduler: ExactDDPMScheduler,
+    pixels: torch.Tensor,
+    rows: torch.Tensor,
+    noise: torch.Tensor,
+    timesteps: torch.Tensor,
+) -> torch.Tensor:
+    """The losses of some of this process's images, for a timestep sampler that asks what an update changes."""
+    images = normalised(to_device(pixels.flatten(0, 1)[rows], noise.device))
+    return diffusion_loss(model, scheduler, images, noise, timesteps)
+
+
 def sum_over_processes(
     losses: torch.Tensor,
     timesteps: torch.Tensor,
+    weights: torch.Tensor,
     objective: torch.Tensor,
     gradient_norm: torch.Tensor,
     state: TrainingState,
     processes: Processes,
     num_train_timesteps: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the window adds up, and whether all losses and gradients are finite; on the device, in one exchange.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the window adds up, whether all losses and gradients are finite, and the losses that the sampler observes.
 
-    Gradients that overflow under fp16 are the gradient scaler's business: it lowers the scale and leaves the update
-    out, as it should.
+    On the device, in one exchange. Gradients that overflow under fp16 are the gradient scaler's business: it lowers
+    the scale and leaves the update out, as it should.
     """
     dtype = summing_dtype(losses.device)
-    quarter = to_device(timesteps * QUARTERS // num_train_timesteps, losses.device)
-    of_quarter = quarter == torch.arange(QUARTERS, device=losses.device)[:, None]
+    of_quarter = timesteps * QUARTERS // num_train_timesteps == torch.arange(QUARTERS, device=losses.device)[:, None]
     by_quarter = torch.where(of_quarter, losses.to(dtype), 0).sum(1)
+    weights = weights.to(dtype)
     finite = objective.isfinite() if state.scaler is not None else objective.isfinite() & gradient_norm.isfinite()
-    shared = torch.cat([by_quarter, torch.stack([objective.to(dtype) / processes.count, (~finite).to(dtype)])])
+    single = [weights.sum(), weights.square().sum(), objective.to(dtype) / processes.count, (~finite).to(dtype)]
+    observed = state.timesteps.placed(losses).to(dtype)
+    shared = torch.cat([by_quarter, of_quarter.sum(1).to(dtype), torch.stack(single), observed])
     if processes.count > 1:
         dist.all_reduce(shared)
+    sums, failed, observed = shared.split([GRADIENT_NORM, 1, len(observed)])
     # The gradients were averaged before the norm, which is therefore the same everywhere.
-    return torch.cat([shared[:-1], gradient_norm.detach().to(dtype)[None]]), shared[-1] == 0
-
-
-def count_by_quarter(timesteps: torch.Tensor, num_train_timesteps: int) -> list[int]:
-    return torch.bincount(timesteps * QUARTERS // num_train_timesteps, minlength=QUARTERS).tolist()
+    return torch.cat([sums, gradient_norm.detach().to(dtype)[None]]), failed[0] == 0, observed
 
 
 def update(state: TrainingState, failed_at: torch.Tensor) -> None:
@@ -286,14 +307,11 @@ def update(state: TrainingState, failed_at: torch.Tensor) -> None:
         state.ema.update()
 
 
-def failure(
-    failed_at: int, state: TrainingState, positions: torch.Tensor, processes: Processes, checkpoint: Path | None
-) -> RunFailed:
+def failure(failed_at: int, state: TrainingState, processes: Processes, checkpoint: Path | None) -> RunFailed:
     """What to tell the user when the loss or a gradient is no longer a number."""
     timesteps, losses = state.window.latest[failed_at - state.step]  # counted back from the newest step
-    bad = timesteps[positions[~losses.isfinite().cpu()]].tolist()
-    named = sorted({t for share in processes.collect(bad) for t in share})
-    what = f"loss at {listed(named)}" if named else f"gradient (at {listed(sorted(set(timesteps.tolist())))})"
+    bad, drawn = (set().union(*processes.collect(t.tolist())) for t in (timesteps[~losses.isfinite()], timesteps))
+    what = f"loss at {listed(sorted(bad))}" if bad else f"gradient (at {listed(sorted(drawn))})"
     left = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
     return RunFailed(
         f"step {failed_at}: the {what} is not finite; the weights were not updated with it, and {left}. "

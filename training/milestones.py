@@ -84,6 +84,7 @@ class Milestones:
             return
         with self.tracking.paused():
             state.train_seconds = self.tracking.clock.train_seconds
+            self.tracking.log_density(state.timesteps.sampler.describe(), step)
             save = finished or stopped or step % self.config.checkpointing_steps == 0
             if save and self.processes.is_main:
                 self.writer.save(state)
@@ -107,6 +108,8 @@ class Milestones:
         """Make what a process that was stopped or killed did not come to after its last checkpoint."""
         due = state.step > 0 and state.step % self.image_steps == 0
         with self.tracking.paused():
+            if state.step == 0:
+                self.tracking.log_density(state.timesteps.sampler.describe(), 0)
             missing = self.processes.any(self.processes.is_main and not self._grid_path(state.step).exists())
             if missing and (due or (over and self._worth_a_grid(state))):
                 self.draw_samples(state)

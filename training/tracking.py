@@ -19,6 +19,7 @@ import torch
 from common import faults
 from common.files import write_atomically
 from common.progress import progress_bar
+from training.loop import COUNTS, GRADIENT_NORM, LOSSES, OBJECTIVE, WEIGHTS
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
     from common.processes import Processes
     from training.config import TrainingConfig
     from training.loop import TrainingState
+    from training.timesteps import TimestepSampling
 
 logger = logging.getLogger(__name__)
 
 SMOOTHING = 0.99  # per step
 METRICS_FILE = "metrics.jsonl"
+DENSITY, DENSITY_BINS = "timestep_density", 100
 
 
 class Clock:
@@ -83,6 +86,7 @@ class Tracking:
         )
         self.clock = Clock(state.train_seconds)
         self._last_step, self._last_seconds, self._last_data = state.step, state.train_seconds, 0.0
+        self._last_sampler = 0.0
 
     def timed(self, batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Pass the batches on and note how long each was waited for."""
@@ -106,8 +110,9 @@ class Tracking:
     def log(self, state: TrainingState, learning_rate: float) -> float:
         """One line of metrics for the steps of the window, the same on all processes; the smoothed loss."""
         window = state.window
-        *by_quarter, objective, gradient_norm = window.sums.tolist()
-        loss = objective / window.steps
+        sums = window.sums.tolist()
+        by_quarter, counts, (weight, weight_squared) = sums[LOSSES], sums[COUNTS], sums[WEIGHTS]
+        loss, gradient_norm = sums[OBJECTIVE] / window.steps, sums[GRADIENT_NORM]
         # Fetching the sums has waited for the device, so the clock is true.
         state.train_seconds = self.clock.train_seconds
         steps, seconds = state.step - self._last_step, state.train_seconds - self._last_seconds
@@ -116,13 +121,16 @@ class Tracking:
         metrics = {
             "loss": loss,
             "smoothed_loss": smoothed_loss,
-            **{f"loss_q{q}": by_quarter[q] / count for q, count in enumerate(window.counts) if count},
+            **{f"loss_q{q}": by_quarter[q] / count for q, count in enumerate(counts) if count},
+            # The effective sample size of the weighted losses, as a share of the images (Kong 1992).
+            **({"weight_ess": weight**2 / (sum(counts) * weight_squared)} if weight_squared else {}),
             # Under fp16 an overflow now and then is normal; JSON has no infinity.
             **({"grad_norm": gradient_norm / window.steps} if math.isfinite(gradient_norm) else {}),
             "lr": learning_rate,
             **({} if state.ema is None else {"ema_decay": state.ema.get_current_decay()}),
             "images_per_second": steps * self.batch_size / seconds,
             "data_wait_share": (self.clock.data_seconds - self._last_data) / seconds,
+            **self._sampler_share(state.timesteps, seconds),
             **self._memory(),
         }
         self._last_step, self._last_seconds = state.step, state.train_seconds
@@ -148,6 +156,11 @@ class Tracking:
             shown["ema_decay"] = f"{metrics['ema_decay']:.4f}"
         self.bar.set_postfix(shown, refresh=False)
 
+    def _sampler_share(self, timesteps: TimestepSampling, seconds: float) -> dict[str, float]:
+        """The share of the time that a timestep sampler takes which learns; others take next to none."""
+        before, self._last_sampler = self._last_sampler, timesteps.seconds
+        return {"timestep_sampler_share": (timesteps.seconds - before) / seconds} if timesteps.sampler.adapts else {}
+
     def _memory(self) -> dict[str, float]:
         """Memory of this process and peak memory of its device, in gigabytes."""
         used = {"memory_gb": psutil.Process().memory_info().rss / 2**30}
@@ -163,6 +176,27 @@ class Tracking:
             self._to_tracker(lambda tracker: tracker.writer.add_image(name, pixels, step, dataformats="HWC"))
         else:
             self._to_tracker(lambda tracker: tracker.log_images({name: [picture]}, step=step))
+
+    def log_density(self, density: torch.Tensor, step: int) -> None:
+        """The probability of the timesteps as a histogram; a sampler that adapts shows as one that moves."""
+        if self.tracker is None:
+            return
+        import numpy
+
+        edges = numpy.linspace(0, len(density), min(DENSITY_BINS, len(density)) + 1).round()
+        share = numpy.add.reduceat(density.numpy(), edges[:-1].astype(int))
+        if self.tracker.name == "tensorboard":
+            times = numpy.arange(len(density)) + 0.5
+            moments = {"sum": times @ density.numpy(), "sum_squares": times**2 @ density.numpy()}
+            limits = {"min": 0, "max": len(density), "num": 1, "bucket_limits": edges[1:], "bucket_counts": share}
+            self._to_tracker(
+                lambda tracker: tracker.writer.add_histogram_raw(DENSITY, **limits, **moments, global_step=step)
+            )
+        else:
+            import wandb
+
+            histogram = wandb.Histogram(np_histogram=(share, edges))
+            self._to_tracker(lambda tracker: tracker.log({DENSITY: histogram}, step=step))
 
     def _to_tracker(self, action: Callable) -> None:
         """Curves are worth less than the run: if they cannot be written, they end."""

@@ -1,0 +1,362 @@
+"""Timestep samplers draw from the densities of their papers, and train the objective that they say."""
+
+import inspect
+import math
+import re
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import ROOT, losses_of
+from scipy.stats import chi2, norm
+
+from common.errors import UserError
+from common.randomness import generator_for
+from schedulers.betas import BETA_SCHEDULES
+from schedulers.ddpm import build_scheduler
+from schedulers.sampler import TimestepSampler
+from schedulers.timesteps import TIMESTEP_SAMPLERS
+from schedulers.weighting import LOSS_WEIGHTINGS
+from training.config import TimestepOptions, TrainingConfig, parse_config
+from training.timesteps import build_sampler, build_weighting
+
+T = 1000
+LINEAR = build_scheduler().alphas_cumprod
+A = LINEAR.numpy()
+
+
+def make(name: str, stratified: bool = False, alphas_cumprod: torch.Tensor = LINEAR, **options) -> TimestepSampler:
+    sampler = TIMESTEP_SAMPLERS[name](alphas_cumprod, **options)
+    sampler.stratified = sampler.stratified or stratified
+    return sampler
+
+
+def closed_form(name: str, batch_size: int = 128) -> np.ndarray:
+    """Each density once more, from its definition and another library."""
+    t = np.arange(T)
+    if name == "logit_normal":
+        with np.errstate(divide="ignore"):
+            below, above = (np.log(edge / T) - np.log1p(-edge / T) for edge in (t, t + 1))
+        return norm.cdf(above) - norm.cdf(below)
+    if name == "edm":
+        # A million equally likely noise levels, each counted for the nearest of the diffusion's.
+        quantiles = (np.arange(1_000_000) + 0.5) / 1_000_000
+        log_sigma = norm.ppf(quantiles, loc=-1.2, scale=1.2)
+        own = 0.5 * np.log((1 - A) / A)
+        above = np.searchsorted(own, log_sigma).clip(1, T - 1)
+        nearest = np.where(log_sigma - own[above - 1] < own[above] - log_sigma, above - 1, above)
+        return np.bincount(nearest, minlength=T) / 1_000_000
+    if name == "speed":
+        first = np.where(t < 700, 5, 1) / (700 * 5 + 300)
+        duals = np.zeros(T)
+        for i in t:
+            duals[642 - i if i < 642 else i - 642] += first[i]
+        return ((batch_size // 2 + 1) * first + (batch_size - batch_size // 2 - 1) * duals) / batch_size
+    if name == "ats":  # round(u (T - 1)) for uniform u: the first and the last have half a cell
+        return np.append(np.append(0.5, np.ones(T - 2)), 0.5) / (T - 1)
+    return np.full(T, 1 / T)
+
+
+def chi_square_p(drawn: torch.Tensor, density: np.ndarray) -> float:
+    """The probability of counts that are further off; neighbours are counted together where few are expected."""
+    counts, expected = np.bincount(drawn.numpy(), minlength=len(density)), density * len(drawn)
+    group = (np.cumsum(expected) - expected / 2) // 10
+    _, group = np.unique(group, return_inverse=True)
+    counts, expected = np.bincount(group, counts), np.bincount(group, expected)
+    return chi2.sf(((counts - expected) ** 2 / expected).sum(), len(expected) - 1)
+
+
+def draws(sampler: TimestepSampler, steps: int = 2000, batch_size: int = 128) -> torch.Tensor:
+    return torch.cat([sampler.sample(batch_size, generator_for("draws", step))[0] for step in range(steps)])
+
+
+@pytest.mark.parametrize("name", TIMESTEP_SAMPLERS)
+def test_densities_are_the_closed_forms(name):
+    sampler = make(name)
+    sampler.sample(128, generator_for(0))
+    density = sampler.describe()
+    assert density.dtype == torch.float64
+    assert density.sum().item() == pytest.approx(1, abs=1e-12)
+    assert (density >= 0).all()
+    np.testing.assert_allclose(density.numpy(), closed_form(name), rtol=1e-9, atol=1e-12 if name != "edm" else 2e-6)
+
+
+@pytest.mark.parametrize("name", TIMESTEP_SAMPLERS)
+def test_draws_follow_the_closed_forms(name):
+    """Dependent draws (stratified ones, duals) are spread more evenly than chance would; none are spread less."""
+    p = chi_square_p(draws(make(name)), closed_form(name))
+    assert p > 1e-3
+    if name not in ("stratified", "speed"):
+        assert p < 1 - 1e-3
+
+
+@pytest.mark.parametrize("name", TIMESTEP_SAMPLERS)
+def test_draws_come_from_their_generator_alone(name):
+    drawn = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        drawn.append(make(name).sample(64, generator_for("a")))
+    assert all(torch.equal(first, second) for first, second in zip(*drawn, strict=True))
+    assert not torch.equal(drawn[0][0], make(name).sample(64, generator_for("b"))[0])
+
+
+@pytest.mark.parametrize("schedule", BETA_SCHEDULES)
+@pytest.mark.parametrize("name", TIMESTEP_SAMPLERS)
+def test_every_schedule_and_length(name, schedule):
+    for steps in (20, 100, 1000):
+        sampler = make(name, alphas_cumprod=build_scheduler(schedule, steps).alphas_cumprod, **SHORT.get(name, {}))
+        for batch_size in (1, 2, 7):
+            timesteps, weights = sampler.sample(batch_size, generator_for(steps))
+            assert timesteps.shape == weights.shape == (batch_size,)
+            assert weights.dtype == torch.float32
+            assert (timesteps >= 0).all()
+            assert (timesteps < steps).all()
+        assert sampler.describe().shape == (steps,)
+        assert sampler.describe().sum().item() == pytest.approx(1)
+
+
+SHORT = {"ats": {"grid": 10}}
+
+
+def test_the_batches_of_earlier_versions():
+    """Uniform and stratified draws are part of what makes a run repeat itself."""
+    uniform, _ = make("uniform").sample(8, generator_for(0, "timesteps", 0))
+    assert torch.equal(uniform, torch.randint(T, (8,), generator=generator_for(0, "timesteps", 0)))
+    generator = generator_for(0, "timesteps", 0)
+    jitter = torch.rand(8, generator=generator, dtype=torch.float64)
+    expected = ((torch.randperm(8, generator=generator) + jitter) / 8 * T).long()
+    assert torch.equal(make("stratified").sample(8, generator_for(0, "timesteps", 0))[0], expected)
+
+
+def test_stratified_covers_every_slice():
+    for n in (1, 8, 128, 1000):
+        timesteps, weights = make("stratified").sample(n, generator_for(n))
+        # The i-th smallest lies in the i-th slice, whose bounds are rounded down to timesteps.
+        slices = torch.arange(n, dtype=torch.float64) * T / n
+        assert (timesteps.sort().values >= slices.floor()).all()
+        assert (timesteps.sort().values < slices + T / n).all()
+        assert (weights == 1).all()
+
+
+STRATIFIED = ("uniform", "logit_normal", "edm", "speed", "loss_second_moment")
+
+
+@pytest.mark.parametrize("name", STRATIFIED)
+def test_stratification_keeps_the_marginals_and_cuts_the_variance(name):
+    """Each image's t has the density it had, and the mean of a smooth loss over a batch varies much less."""
+    independent, stratified = make(name), make(name, stratified=True)
+    loss = torch.exp(-torch.arange(T) / 200)  # falls with t, as a network's does
+    means = []
+    for sampler in (independent, stratified):
+        batches = draws(sampler).view(2000, 128)
+        for position in (0, 1, 63):  # all of them first draws, not duals
+            p = chi_square_p(batches[:, position], np.asarray(sampler._density))
+            assert 1e-3 < p < 1 - 1e-3
+        means.append(loss[batches].mean(1))
+    assert abs(means[0].mean() - means[1].mean()) < 4 * means[0].std() / math.sqrt(2000)
+    # Of SpeeD's evenly spread pairs two are cut in the middle, at random.
+    assert means[1].var() < (0.1 if name == "speed" else 0.002) * means[0].var()
+
+
+def learned(name: str) -> TimestepSampler:
+    """A sampler after losses that fall with t, where it observes any."""
+    sampler = make(name)
+    losses = torch.exp(-torch.arange(T, dtype=torch.float64) / 200) + 0.1
+    for step in range(10):
+        sampler.observe(step, torch.arange(T), losses)
+    return sampler
+
+
+def toy_gradients(theta: torch.Tensor) -> torch.Tensor:
+    """The gradient at every t of |theta - c_t|^2 for targets c_t, by autograd."""
+    targets = torch.randn(T, 3, generator=generator_for("targets"), dtype=torch.float64)
+    return torch.autograd.functional.jacobian(lambda x: (x - targets).square().sum(1), theta)
+
+
+@pytest.mark.parametrize("name", TIMESTEP_SAMPLERS)
+def test_the_expected_gradient_is_that_of_uniform_draws_where_the_objective_is_the_same(name):
+    """The expectation over t is a sum, not a simulation."""
+    sampler, gradients = learned(name), toy_gradients(torch.ones(3, dtype=torch.float64))
+    weights = sampler._corrections.double()
+    expected = (sampler.describe() * weights) @ gradients
+    if sampler.objective == "same":
+        torch.testing.assert_close(expected, gradients.mean(0), rtol=1e-6, atol=1e-6)
+    else:
+        assert (weights == 1).all()
+    drawn, weights = sampler.sample(512, generator_for(0))
+    torch.testing.assert_close(weights, sampler._corrections[drawn], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in TIMESTEP_SAMPLERS.items() if kind.objective == "changed"])
+def test_the_others_change_it(name):
+    sampler = learned(name)
+    if name != "ats":  # which is uniform until it has seen an update
+        assert (sampler.describe() - 1 / T).abs().max() > 0.1 / T
+
+
+def test_the_same_objective_needs_every_timestep():
+    class Half(TimestepSampler):
+        def __init__(self, alphas_cumprod):
+            super().__init__(alphas_cumprod)
+            self.set_density((torch.arange(self.num_train_timesteps) < 500).double())
+
+    with pytest.raises(ValueError, match="Half never draws some timesteps"):
+        Half(LINEAR)
+
+
+def test_speed_draws_pairs():
+    sampler = make("speed")
+    assert sampler.mirror == 642  # of the linear schedule
+    drawn, _ = sampler.sample(128, generator_for(0))
+    first, duals = drawn[:65], drawn[65:]
+    assert torch.equal(duals, torch.where(first < 642, 642 - first, first - 642)[:63])
+    density = make("speed", tau=100, k=3.0)._density
+    assert density[0].item() == pytest.approx(3 * density[100].item())
+    assert density[99] == density[0]
+    for tau in (0, T + 1):
+        with pytest.raises(ValueError, match=f"tau {tau}: must be from 1 to the 1000 timesteps"):
+            make("speed", tau=tau)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("logit_normal", {"std": 0.0}, "std 0.0: must be greater than 0"),
+        ("edm", {"std": -1.0}, "std -1.0"),
+        ("loss_second_moment", {"history": 0}, "history 0"),
+        ("loss_second_moment", {"uniform": 2.0}, "uniform 2.0"),
+        ("ats", {"grid": 2}, "grid 2: must be from the 3"),
+    ],
+)
+def test_options_that_no_sampler_can_have(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(name, **options)
+
+
+# From the command line to the banner.
+
+
+def test_every_option_belongs_to_an_argument_and_has_its_default():
+    options = {entry.name: entry.default for entry in fields(TimestepOptions)}
+    arguments = {}
+    for registry, general in ((TIMESTEP_SAMPLERS, 1), (LOSS_WEIGHTINGS, 2)):
+        for name, function in registry.items():
+            for argument in list(inspect.signature(function).parameters.values())[general:]:
+                arguments[f"{name}_{argument.name.rstrip('_')}"] = argument.default
+    assert arguments == {
+        name: default
+        for name, default in options.items()
+        if name not in ("timestep_sampler", "stratified", "loss_weighting")
+    }
+
+
+def test_options_reach_their_sampler_and_weighting():
+    config = parse_config(["--timestep_sampler=logit_normal", "--logit_normal_mean=-0.5", "--logit_normal_std=2"])
+    expected = make("logit_normal", mean=-0.5, std=2.0).describe()
+    assert torch.equal(build_sampler(config, LINEAR).describe(), expected)
+    config = parse_config(["--timestep_sampler=speed", "--loss_weighting=speed", "--speed_tau=300", "--speed_k=2"])
+    assert torch.equal(build_sampler(config, LINEAR)._density, make("speed", tau=300, k=2.0)._density)
+    assert build_weighting(config, LINEAR)[300:].eq(1).all()
+    config = parse_config(["--loss_weighting=min_snr", "--snr_gamma=1"])
+    assert build_weighting(config, LINEAR).max() == 1
+    assert build_sampler(parse_config(["--timestep_sampler=edm", "--stratified"]), LINEAR).stratified
+    assert build_sampler(parse_config(["--timestep_sampler=stratified"]), LINEAR).stratified
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--timestep_sampler=unifrom"], "--timestep_sampler unifrom: did you mean uniform?"),
+        (["--timestep_sampler=xyz"], "must be one of uniform, stratified, loss_second_moment, logit_normal"),
+        (["--timestep_sampler=nowhere.py:Mine"], "there is no file nowhere.py"),
+        (["--timestep_sampler=ats", "--stratified"], "--stratified: ats does not draw from one density"),
+        (["--timestep_sampler=speed", "--speed_tau=2000"], "--timestep_sampler speed: tau 2000: must be from 1 to"),
+        (["--timestep_sampler=edm", "--edm_std=0"], "--edm_std 0.0: must be greater than 0"),
+        (["--loss_weighting=speed", "--prediction_type=sample"], "--loss_weighting speed: is defined for epsilon"),
+        (["--loss_weighting=speed", "--speed_lambda=5"], "--speed_lambda 5.0: must be from 0 to 1"),
+    ],
+)
+def test_mistakes_are_one_line(flags, message):
+    def start() -> None:
+        config = parse_config(flags)
+        build_sampler(config, LINEAR)
+        build_weighting(config, LINEAR)
+
+    with pytest.raises(UserError) as caught:
+        start()
+    assert message in str(caught.value)
+
+
+@pytest.fixture
+def own_file(tmp_path):
+    """The example of CONTRIBUTING.md."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    path = tmp_path / "my_file.py"
+    path.write_text(re.search(r"runs this -->\n```python\n(.*?)```", text, re.DOTALL).group(1), encoding="utf-8")
+    return path
+
+
+def test_the_example_of_contributing_trains(own_file, train, tmp_path, capsys):
+    run = train(tmp_path / "run", f"--timestep_sampler={own_file}:Middle", "--max_train_steps=3", "--stratified")
+    assert len(losses_of(run)) == 3
+    assert yaml.safe_load((run / "config.yaml").read_text())["timestep_sampler"] == f"{own_file}:Middle"
+    shown = capsys.readouterr().err
+    assert f"[sampler] {own_file}:Middle: the paper's objective" in shown
+    assert "draws t in 0-999, each with a probability of at least 0.0005; never: none" in shown
+
+
+def test_the_example_draws_what_it_says(own_file):
+    sampler = build_sampler(TrainingConfig(timestep_sampler=f"{own_file}:Middle"), LINEAR)
+    density = np.where((np.arange(T) >= 250) & (np.arange(T) < 750), 3, 1) / 2000
+    np.testing.assert_allclose(sampler.describe(), density, rtol=1e-12)
+    assert chi_square_p(draws(sampler), density) > 1e-3
+    _, weights = sampler.sample(64, generator_for(0))
+    torch.testing.assert_close(weights.unique(), torch.tensor([2 / 3, 2]))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import torch", "has no timestep sampler Mine; it has no class that extends TimestepSampler"),
+        (
+            "from schedulers.timesteps import Uniform\nclass My(Uniform): pass",
+            "has no timestep sampler Mine; it has My",
+        ),
+        ("import nothing_like_it", "fails with ModuleNotFoundError: No module named 'nothing_like_it'"),
+        ("class Mine(", "fails with SyntaxError"),
+    ],
+)
+def test_a_file_without_the_class_is_one_line(text, message, tmp_path):
+    path = tmp_path / "file.py"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        build_sampler(TrainingConfig(timestep_sampler=f"{path}:Mine"), LINEAR)
+    assert message in str(caught.value)
+
+
+def test_the_banner_says_what_is_never_drawn(train, tmp_path, capsys):
+    train(tmp_path / "run", "--dry_run", "--timestep_sampler=edm", "--loss_weighting=min_snr", "--max_train_steps=1000")
+    shown = capsys.readouterr().err
+    assert "[sampler] edm: another objective than the paper's" in shown
+    density = make("edm").describe()
+    last = ((density * 16_000 >= 1) | (density >= 1e-5)).nonzero().max().item()
+    assert f"[sampler] draws t in 0-{last}, each with a probability of at least" in shown
+    assert f"never: {last + 1}-999" in shown
+    assert (
+        "[weights] min_snr: another objective than the paper's; the loss at t counts 0.0005 (t = 0) to 1 (t = " in shown
+    )
+    assert "timesteps     | uniform" in shown
+    assert "| edm" in shown
+
+
+def test_another_choice_on_resume_is_named(train, tmp_path, capsys):
+    flags = ["--timestep_sampler=speed", "--ddpm_num_steps=20", "--ddpm_num_inference_steps=2"]
+    train(tmp_path / "run", *flags, "--max_train_steps=2")
+    train(tmp_path / "run", *flags, "--max_train_steps=3", "--speed_k=2", "--loss_weighting=p2")
+    assert "loss_weighting none -> p2; speed_k 5.0 -> 2.0. From step 2 on" in capsys.readouterr().err
+    flags[0] = "--timestep_sampler=loss_second_moment"
+    train(tmp_path / "run", *flags, "--max_train_steps=4")
+    shown = capsys.readouterr().err
+    assert "loss_weighting p2 -> none; speed_k 2.0 -> 5.0; timestep_sampler speed -> loss_second_moment." in shown

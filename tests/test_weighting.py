@@ -1,0 +1,123 @@
+"""Loss weights against closed forms at every timestep, for what each paper's network predicts."""
+
+import numpy as np
+import pytest
+import torch
+
+from common.randomness import generator_for
+from schedulers.ddpm import build_scheduler
+from schedulers.weighting import LOSS_WEIGHTINGS, weighting_table
+
+T = 1000
+PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
+SCHEDULES = ("linear", "cosine")
+A = {schedule: build_scheduler(schedule).alphas_cumprod.numpy() for schedule in SCHEDULES}
+
+
+def closed_forms(a: np.ndarray) -> dict[tuple[str, str], np.ndarray]:
+    snr, sigma = a / (1 - a), np.sqrt((1 - a) / a)
+    rise = np.gradient(1 - a)
+    speed = 0.4 + 0.2 * (rise - rise.min()) / (rise.max() - rise.min())
+    edm = (sigma**2 + 0.25) / (sigma * 0.5) ** 2  # on x_0
+    soft = 1 / (sigma**2 + 1 / 4)  # on x_0
+    return {
+        ("none", "epsilon"): np.ones(T),
+        ("none", "sample"): np.ones(T),
+        ("none", "v_prediction"): np.ones(T),
+        ("min_snr", "epsilon"): np.minimum(snr, 5) / snr,
+        ("min_snr", "v_prediction"): np.minimum(snr, 5) / (snr + 1),
+        ("min_snr", "sample"): np.minimum(snr, 5),
+        ("soft_min_snr", "epsilon"): soft * sigma**2,
+        ("soft_min_snr", "v_prediction"): soft * (1 - a),
+        ("soft_min_snr", "sample"): soft,
+        ("p2", "epsilon"): 1 - a,
+        ("p2", "sample"): a,
+        ("p2", "v_prediction"): a * (1 - a),
+        ("edm", "epsilon"): edm * sigma**2,
+        ("edm", "v_prediction"): edm * (1 - a),
+        ("edm", "sample"): edm,
+        ("speed", "epsilon"): np.where(np.arange(T) < 700, speed, 1),
+    }
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_closed_forms_at_every_timestep(schedule):
+    cumulative = build_scheduler(schedule).alphas_cumprod
+    tables = closed_forms(A[schedule])
+    assert {name for name, _ in tables} == set(LOSS_WEIGHTINGS)
+    for (name, prediction_type), expected in tables.items():
+        table = weighting_table(name, cumulative, prediction_type)
+        assert table.dtype == torch.float32
+        assert (table >= 0).all()
+        np.testing.assert_allclose(table.numpy(), expected, rtol=1e-6, err_msg=f"{name}, {prediction_type}")
+
+
+def test_options():
+    a = A["linear"]
+    snr = a / (1 - a)
+    cumulative = build_scheduler().alphas_cumprod
+    np.testing.assert_allclose(
+        weighting_table("min_snr", cumulative, "sample", gamma=1.0), np.minimum(snr, 1), rtol=1e-6
+    )
+    np.testing.assert_allclose(weighting_table("p2", cumulative, "epsilon", gamma=0.5), (1 - a) ** 0.5, rtol=1e-6)
+    np.testing.assert_allclose(weighting_table("p2", cumulative, "epsilon", k=2.0), 1 / (2 + snr), rtol=1e-6)
+    np.testing.assert_allclose(weighting_table("edm", cumulative, "sample", sigma_data=1.0), snr + 1, rtol=1e-6)
+    np.testing.assert_allclose(
+        weighting_table("soft_min_snr", cumulative, "sample", gamma=5.0), 5 * snr / (snr + 5), rtol=1e-6
+    )
+    speed = weighting_table("speed", cumulative, "epsilon", tau=100, lambda_=0.8)
+    assert (speed[100:] == 1).all()
+    rise = np.gradient(1 - a)
+    scaled = (rise - rise.min()) / (rise.max() - rise.min())
+    np.testing.assert_allclose(speed[:100], 0.2 + 0.6 * scaled[:100], rtol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["min_snr", "soft_min_snr", "p2", "edm"])
+def test_one_weighting_is_one_objective_whatever_is_predicted(name, schedule):
+    """A network that sees one x_0 in x_t has the same weighted loss, however it says so."""
+    images, noise = (torch.randn(T, 1, 2, 2, generator=generator_for(name), dtype=torch.float64) for name in "ab")
+    seen = images + 0.1 * torch.randn(images.shape, generator=generator_for("c"), dtype=torch.float64)
+    a = build_scheduler(schedule).alphas_cumprod[:, None, None, None]
+    noisy = a.sqrt() * images + (1 - a).sqrt() * noise
+    heard = (noisy - a.sqrt() * seen) / (1 - a).sqrt()
+    errors = {
+        "sample": seen - images,
+        "epsilon": heard - noise,
+        "v_prediction": (a.sqrt() * heard - (1 - a).sqrt() * seen) - (a.sqrt() * noise - (1 - a).sqrt() * images),
+    }
+    losses = [
+        weighting_table(name, a.flatten(), prediction_type) * error.square().flatten(1).mean(1)
+        for prediction_type, error in errors.items()
+    ]
+    for other in losses[1:]:
+        torch.testing.assert_close(losses[0], other, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("prediction_type", ["sample", "v_prediction"])
+def test_what_a_paper_does_not_define_is_refused(prediction_type):
+    with pytest.raises(ValueError, match=f"epsilon prediction alone, not for {prediction_type}"):
+        weighting_table("speed", build_scheduler().alphas_cumprod, prediction_type)
+
+
+@pytest.mark.parametrize("variance_type", ["fixed_large", "fixed_small"])
+@pytest.mark.parametrize("prediction_type", PREDICTION_TYPES)
+def test_divergence_weights_give_the_kl_of_the_step_back(prediction_type, variance_type):
+    """The difference of the KL of two predictions, from the posterior's means and variances."""
+    scheduler = build_scheduler(prediction_type=prediction_type, variance_type=variance_type)
+    scheduler.register_to_config(clip_sample=False)
+    weights = scheduler.divergence_weights()
+    images, noise = (torch.randn(1, 1, 4, 4, generator=generator_for(name), dtype=torch.float64) for name in "ab")
+    for t in (0, 1, 2, 300, 999):
+        at = torch.tensor([t])
+        signal, spread = scheduler.alphas_cumprod[t].sqrt(), (1 - scheduler.alphas_cumprod[t]).sqrt()
+        noisy = signal * images + spread * noise
+        target = {"epsilon": noise, "sample": images, "v_prediction": signal * noise - spread * images}[prediction_type]
+        true_mean, _ = scheduler.posterior(target, t, t - 1, noisy)
+        kl, loss = [], []
+        for error in (0.1, 0.3):
+            prediction = target + error * torch.randn(1, 1, 4, 4, generator=generator_for(t), dtype=torch.float64)
+            mean, _ = scheduler.posterior(prediction, t, t - 1, noisy)
+            kl.append(((true_mean - mean) ** 2).mean() / (2 * scheduler.variance(t, t - 1) * np.log(2)))
+            loss.append((prediction - target).square().mean())
+        torch.testing.assert_close(kl[1] - kl[0], weights[at][0] * (loss[1] - loss[0]), rtol=1e-6, atol=0)
