@@ -1,5 +1,7 @@
 """Images side by side, for people to look at."""
 
+from math import ceil
+
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
@@ -7,11 +9,11 @@ SMALLEST_TILE = 48
 CAPTION_HEIGHT = 22
 
 
-def image_grid(images: torch.Tensor, columns: int) -> Image.Image:
+def image_grid(images: torch.Tensor, columns: int, smallest_tile: int = SMALLEST_TILE) -> Image.Image:
     """uint8 images [n, channels, height, width] as one picture; small ones are enlarged by a whole factor."""
     from torchvision.utils import make_grid  # two seconds to import, needed only where a grid is drawn
 
-    factor = max(1, -(-SMALLEST_TILE // images.shape[-1]))
+    factor = max(1, -(-smallest_tile // images.shape[-1]))
     images = images.repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)
     grid = make_grid(images, nrow=columns, padding=2, pad_value=255)
     return Image.fromarray(grid.permute(1, 2, 0).numpy())
@@ -19,14 +21,15 @@ def image_grid(images: torch.Tensor, columns: int) -> Image.Image:
 
 def side_by_side(pictures: dict[str, Image.Image]) -> Image.Image:
     """Pictures in a row, each under its caption."""
-    gap = 12
-    width = sum(picture.width for picture in pictures.values()) + gap * (len(pictures) - 1)
+    gap, font = 12, ImageFont.load_default(14)
+    widths = [max(picture.width, ceil(font.getlength(caption)) + 4) for caption, picture in pictures.items()]
     height = CAPTION_HEIGHT + max(picture.height for picture in pictures.values())
     modes = {picture.mode for picture in pictures.values()}
-    row = Image.new("RGBA" if "RGBA" in modes else "RGB", (width, height), "white")
+    size = (sum(widths) + gap * (len(pictures) - 1), height)
+    row = Image.new("RGBA" if "RGBA" in modes else "RGB", size, "white")
     draw, left = ImageDraw.Draw(row), 0
-    for caption, picture in pictures.items():
-        draw.text((left + 2, 3), caption, fill="black", font=ImageFont.load_default(14))
+    for (caption, picture), width in zip(pictures.items(), widths, strict=True):
+        draw.text((left + 2, 3), caption, fill="black", font=font)
         row.paste(picture, (left, CAPTION_HEIGHT))
-        left += picture.width + gap
+        left += width + gap
     return row

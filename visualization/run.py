@@ -1,0 +1,111 @@
+"""Pictures of a run: which timesteps it drew, and how it fared on them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from common.errors import UserError
+from common.plots import drawing, legend_beside
+from schedulers.timesteps import TIMESTEP_SAMPLERS
+from training.checkpoint import checkpoints, step_of
+from training.config import TrainingConfig, parse_config
+from training.loop import QUARTERS
+from training.tracking import METRICS_FILE
+
+EFFECTIVE_SAMPLE_SIZE = "effective_sample_size"
+MOST_CURVES = 8
+SMOOTHED_OVER = 50  # parts of the run
+
+
+def open_run(folder: Path) -> TrainingConfig:
+    """The configuration of a run."""
+    if not folder.is_dir():
+        raise UserError(f"--run_dir {folder}: there is no such folder")
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"--run_dir {folder} is not a run: there is no config.yaml in it; name a training's output_dir")
+    return parse_config([f"--config={folder / 'config.yaml'}"])
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """The lines of metrics of a run; one that is being written while this reads is left out."""
+    path, lines = folder / METRICS_FILE, []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                break
+    if not lines:
+        raise UserError(f"--run_dir {folder}: there are no metrics in it yet ({METRICS_FILE}); let it train first")
+    return lines
+
+
+def read_densities(folder: Path, config: TrainingConfig) -> dict[int, torch.Tensor]:
+    """The probability of every timestep at each checkpoint of a run, by step."""
+    densities = {}
+    for checkpoint in checkpoints(folder):
+        sampler = TIMESTEP_SAMPLERS[config.timestep_sampler](config.ddpm_num_steps)
+        file = checkpoint / "sampler.safetensors"
+        try:
+            sampler.load_state_dict(load_file(file))
+        except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"{file} does not fit the timestep sampler {config.timestep_sampler} ({reason})") from error
+        densities[step_of(checkpoint)] = sampler.describe()
+    return densities
+
+
+def draw_densities(densities: dict[int, torch.Tensor], sampler_name: str, path: Path) -> Path:
+    """The density over t at the checkpoints, from light (early) to dark (late)."""
+    steps = list(densities)
+    shown = [steps[i] for i in sorted({round(i) for i in np.linspace(0, len(steps) - 1, MOST_CURVES)})]
+    with drawing(path) as (figure, panels):
+        axes = panels.item()
+        for place, step in zip(np.linspace(0.75, 0, len(shown)), shown, strict=True):
+            density = densities[step]
+            axes.plot(density * len(density), color=colormaps["viridis"](place), linestyle="-", label=f"{step:,}")
+        axes.set(title=f"How often '{sampler_name}' draws each timestep, and how that moves")
+        axes.set(xlabel="timestep $t$", ylabel=r"density $T\,p_t$ (uniform: 1)")
+        axes.set_ylim(bottom=0)
+        legend_beside(figure, axes, title="at step")
+    return path
+
+
+def draw_losses_by_quarter(metrics: list[dict], num_train_timesteps: int, path: Path) -> Path:
+    """loss_q0 .. loss_q3: the error where t is small is not the error where t is large, and moves otherwise."""
+    edges = [quarter * num_train_timesteps // QUARTERS for quarter in range(QUARTERS + 1)]
+    with drawing(path) as (figure, panels):
+        axes = panels.item()
+        for quarter in range(QUARTERS):
+            _draw_metric(axes, metrics, f"loss_q{quarter}", f"{edges[quarter]} to {edges[quarter + 1] - 1}")
+        axes.set(title="Mean loss of each quarter of the timesteps", yscale="log")
+        axes.set(xlabel="step", ylabel="squared error, unweighted")
+        legend_beside(figure, axes, title="timestep $t$")
+    return path
+
+
+def _draw_metric(axes: Axes, metrics: list[dict], name: str, label: str) -> None:
+    """A metric over the steps, and its running mean in front of it where there is enough for one."""
+    steps, values = np.array([(line["step"], line[name]) for line in metrics if name in line]).T
+    width = max(1, len(values) // SMOOTHED_OVER)
+    smooth = np.convolve(values, np.full(width, 1 / width), mode="valid")
+    (curve,) = axes.plot(steps[width // 2 :][: len(smooth)], smooth, label=label)
+    if width > 1:
+        axes.plot(steps, values, color=curve.get_color(), alpha=0.2, linewidth=0.8, zorder=1)
+
+
+def draw_effective_sample_size(metrics: list[dict], path: Path) -> Path:
+    """(sum w)^2 / (n sum w^2) of the batches' weights: the share of a batch that an unweighted one would need."""
+    with drawing(path) as (_, panels):
+        axes = panels.item()
+        _draw_metric(axes, metrics, EFFECTIVE_SAMPLE_SIZE, "effective sample size")
+        axes.set(title="Effective sample size: what the weights leave of a batch")
+        axes.set(xlabel="step", ylabel=r"$(\sum w)^2\,/\,(n \sum w^2)$")
+        axes.set_ylim(0, 1.05)
+    return path
