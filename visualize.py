@@ -21,9 +21,7 @@ from training.config import DiffusionOptions
 class PictureOptions:
     _argument_group_name = "pictures"
 
-    schedules: list[str] = option(
-        ["linear", "cosine"], "Beta schedules to compare, by their names in papers or in diffusers."
-    )
+    schedules: list[str] = option(["linear", "cosine"], "Beta schedules to compare, by any name that training knows.")
     ddpm_num_steps: int = option(1000, "T, the number of diffusion steps.")
     run_dir: str | None = option(None, "Draw this run instead: its density over t, its losses by quarter of t.")
     output_dir: str | None = option(None, "Where the pictures go (default: figures, of the run if there is one).")
@@ -101,7 +99,10 @@ def draw_diffusion(options: Options) -> list[Path]:
     )
     images = decode_for_dissolving(source, options.resolution)
     schedulers = {name: build_scheduler(name, options.ddpm_num_steps) for name in options.schedules}
-    samplers = {name: sampler(options.ddpm_num_steps) for name, sampler in TIMESTEP_SAMPLERS.items()}
+    samplers = {
+        schedule: {name: sampler(options.ddpm_num_steps) for name, sampler in TIMESTEP_SAMPLERS.items()}
+        for schedule in schedulers
+    }
     folder = make_output_dir(options)
     return [
         save_animation(dissolving_frames(images, schedulers, options.seed), folder / "dissolving.gif"),

@@ -11,7 +11,6 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from cycler import cycler
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from common.files import write_atomically
@@ -54,7 +53,7 @@ def drawing(
     write_atomically(path, file.getvalue())
 
 
-def legend_beside(figure: Figure, axes: Axes, title: str | None = None) -> None:
-    """What the curves of `axes` are, to the right of all panels, where no data can be."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, title=title, loc="outside right upper", alignment="left")
+def legend_beside(panels: np.ndarray, title: str | None = None) -> None:
+    """What the curves of the first panel are, to the right of all panels, where no data can be."""
+    handles, labels = panels.flat[0].get_legend_handles_labels()
+    panels[0, -1].legend(handles, labels, title=title, loc="upper left", bbox_to_anchor=(1.01, 1.02), alignment="left")

@@ -1,5 +1,6 @@
 """Curves over t of what a run can be told: beta schedules, timestep samplers and loss weights."""
 
+import itertools
 from pathlib import Path
 
 import torch
@@ -13,25 +14,25 @@ from schedulers.weighting import LOSS_WEIGHTINGS, weighting_table
 
 BATCHES, BATCH_SIZE = 800, 128  # about 100,000 timesteps, drawn as a run draws them: a sampler may look at the batch
 BARS = 50
-SMALLEST_WEIGHT = 1e-5  # cosine ends at 1e-9 with some; nobody trains there, and the rest would be squeezed
+VISIBLE_WEIGHTS = (1e-4, 1e3)  # some reach 1e-9 or 1e9 where an image begins or ends, which would squeeze the rest
 PREDICTIONS = {"epsilon": r"error of $\epsilon$", "v_prediction": "error of $v$", "sample": "error of $x_0$"}
 
 
 def draw_betas(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Path:
     """beta_t of every schedule."""
-    with drawing(path) as (figure, panels):
+    with drawing(path) as (_, panels):
         axes = panels.item()
         for name, scheduler in schedulers.items():
             axes.plot(scheduler.betas, label=name)
         axes.set(title="How much noise each step of the forward process adds", yscale="log")
         axes.set(xlabel="timestep $t$", ylabel=r"$\beta_t$")
-        legend_beside(figure, axes)
+        legend_beside(panels)
     return path
 
 
 def draw_snr(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Path:
     """SNR_t = a_t / (1 - a_t) of every schedule: what is left of the image in x_t."""
-    with drawing(path) as (figure, panels):
+    with drawing(path) as (_, panels):
         axes = panels.item()
         for name, scheduler in schedulers.items():
             axes.plot(scheduler.alphas_cumprod / (1 - scheduler.alphas_cumprod), label=name)
@@ -39,44 +40,45 @@ def draw_snr(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Path:
         axes.text(len(scheduler.betas), 1.3, "as much image as noise", color=NOTE, fontsize=8, ha="right")
         axes.set(title="Signal-to-noise ratio of $x_t$: how fast the image dissolves", yscale="log")
         axes.set(xlabel="timestep $t$", ylabel=r"SNR$_t = \bar\alpha_t\,/\,(1 - \bar\alpha_t)$")
-        legend_beside(figure, axes)
+        legend_beside(panels)
     return path
 
 
-def draw_samplers(samplers: dict[str, TimestepSampler], seed: int, path: Path) -> Path:
-    """For every sampler the density that it states, the timesteps that it draws, and the weights it gives them."""
-    columns = min(3, len(samplers))
-    rows = -(-len(samplers) // columns)
-    with drawing(path, rows, columns, panel_width=4, sharex=True, sharey=True) as (figure, panels):
-        for axes, (name, sampler) in zip(panels.flat, samplers.items(), strict=False):
-            _draw_sampler(axes, sampler, seed)
+def draw_samplers(samplers: dict[str, dict[str, TimestepSampler]], seed: int, path: Path) -> Path:
+    """For every sampler, by schedule and name: its density, what it draws, and the weights that it gives to losses."""
+    names = list(next(iter(samplers.values())))
+    columns = min(3, len(names))
+    rows = -(-len(names) // columns)
+    with drawing(path, rows, columns, panel_width=4, sharex=True) as (figure, panels):
+        for axes, name in zip(panels.flat, names, strict=False):
+            for colour, (schedule, named) in zip(itertools.cycle(COLOURS), samplers.items(), strict=False):
+                _draw_sampler(axes, named[name], seed, colour, schedule)
             axes.set_title(name)
-        for axes in panels.flat[len(samplers) - columns : len(samplers)]:
+            axes.set_ylim(bottom=0)
+        for axes in panels.flat[len(names) - columns : len(names)]:
             axes.tick_params(labelbottom=True)
-        for axes in panels.flat[len(samplers) :]:
+        for axes in panels.flat[len(names) :]:
             axes.set_visible(False)
-        figure.suptitle("How often each timestep is drawn, and how much its loss then counts (Ho et al.: 1 everywhere)")
+        figure.suptitle("How often each timestep is drawn, and how much its loss then counts")
         figure.supxlabel("timestep $t$")
         figure.supylabel("relative to uniform")
-        legend_beside(figure, panels.flat[0])
+        legend_beside(panels)
     return path
 
 
-def _draw_sampler(axes: Axes, sampler: TimestepSampler, seed: int) -> None:
-    steps, density = sampler.num_train_timesteps, sampler.describe()
+def _draw_sampler(axes: Axes, sampler: TimestepSampler, seed: int, colour: str, schedule: str) -> None:
+    steps = sampler.num_train_timesteps
     width = max(1, steps // BARS)
     edges = torch.tensor([*range(0, steps - width + 1, width), steps])
     timesteps, weights = _draw(sampler, seed)
     bars = torch.bucketize(timesteps, edges, right=True) - 1
     counts = torch.bincount(bars, minlength=len(edges) - 1)
-    stated = torch.stack([part.sum() for part in density.split(edges.diff().tolist())])
-    weight = torch.bincount(bars, weights, minlength=len(edges) - 1) / counts
-    uniform = edges.diff() / steps
-    axes.stairs(counts / len(timesteps) / uniform, edges, fill=True, color=COLOURS[5], alpha=0.5, label="drawn")
-    axes.plot(density * steps, color=COLOURS[0], label=r"density $T\,p_t$")
-    line = {"baseline": None, "linewidth": 1.6}
-    axes.stairs(weight, edges, color=COLOURS[1], label="loss weight $w_t$", **line)
-    axes.stairs(weight * stated / uniform, edges, color="black", ls=":", label=r"both: $T\,p_t\,w_t$", **line)
+    drawn = counts / len(timesteps) * steps / edges.diff()
+    weight = torch.bincount(bars, weights, minlength=len(edges) - 1) / counts  # nothing where nothing is drawn
+    axes.stairs(drawn, edges, fill=True, color=colour, alpha=0.25, label=f"drawn, {schedule}")
+    axes.plot(sampler.describe() * steps, color=colour, linestyle="-", label=f"density $T\\,p_t$, {schedule}")
+    line = {"baseline": None, "linewidth": 1.6, "linestyle": ":"}
+    axes.stairs(weight, edges, color=colour, label=f"loss weight $w_t$, {schedule}", **line)
 
 
 def _draw(sampler: TimestepSampler, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,9 +98,9 @@ def draw_weightings(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Pa
                     table = weighting_table(name, scheduler.alphas_cumprod, prediction_type)
                     axes.plot(table, label=name)
                 axes.set(title=f"{schedule}: {error}", yscale="log")
-        panels.flat[0].set_ylim(bottom=SMALLEST_WEIGHT)
+        panels.flat[0].set_ylim(VISIBLE_WEIGHTS)
         figure.suptitle("How much the squared error counts at each timestep, by what the network predicts")
         figure.supxlabel("timestep $t$")
         figure.supylabel("loss weight")
-        legend_beside(figure, panels.flat[0])
+        legend_beside(panels)
     return path

@@ -20,7 +20,7 @@ from training.tracking import METRICS_FILE
 
 EFFECTIVE_SAMPLE_SIZE = "effective_sample_size"
 MOST_CURVES = 8
-SMOOTHED_OVER = 50  # parts of the run
+SMOOTHED_OVER = 50  # the part of a run that a running mean covers
 
 
 def open_run(folder: Path) -> TrainingConfig:
@@ -65,39 +65,40 @@ def draw_densities(densities: dict[int, torch.Tensor], sampler_name: str, path: 
     """The density over t at the checkpoints, from light (early) to dark (late)."""
     steps = list(densities)
     shown = [steps[i] for i in sorted({round(i) for i in np.linspace(0, len(steps) - 1, MOST_CURVES)})]
-    with drawing(path) as (figure, panels):
+    with drawing(path) as (_, panels):
         axes = panels.item()
         for place, step in zip(np.linspace(0.75, 0, len(shown)), shown, strict=True):
             density = densities[step]
             axes.plot(density * len(density), color=colormaps["viridis"](place), linestyle="-", label=f"{step:,}")
-        axes.set(title=f"How often '{sampler_name}' draws each timestep, and how that moves")
+        axes.set(title=f"Density of '{sampler_name}' over the timesteps")
         axes.set(xlabel="timestep $t$", ylabel=r"density $T\,p_t$ (uniform: 1)")
         axes.set_ylim(bottom=0)
-        legend_beside(figure, axes, title="at step")
+        legend_beside(panels, title="at step")
     return path
 
 
 def draw_losses_by_quarter(metrics: list[dict], num_train_timesteps: int, path: Path) -> Path:
     """loss_q0 .. loss_q3: the error where t is small is not the error where t is large, and moves otherwise."""
     edges = [quarter * num_train_timesteps // QUARTERS for quarter in range(QUARTERS + 1)]
-    with drawing(path) as (figure, panels):
+    with drawing(path) as (_, panels):
         axes = panels.item()
         for quarter in range(QUARTERS):
             _draw_metric(axes, metrics, f"loss_q{quarter}", f"{edges[quarter]} to {edges[quarter + 1] - 1}")
         axes.set(title="Mean loss of each quarter of the timesteps", yscale="log")
         axes.set(xlabel="step", ylabel="squared error, unweighted")
-        legend_beside(figure, axes, title="timestep $t$")
+        legend_beside(panels, title="timestep $t$")
     return path
 
 
 def _draw_metric(axes: Axes, metrics: list[dict], name: str, label: str) -> None:
     """A metric over the steps, and its running mean in front of it where there is enough for one."""
     steps, values = np.array([(line["step"], line[name]) for line in metrics if name in line]).T
-    width = max(1, len(values) // SMOOTHED_OVER)
+    width = len(values) // SMOOTHED_OVER | 1  # odd, so that its centre is a step
     smooth = np.convolve(values, np.full(width, 1 / width), mode="valid")
     (curve,) = axes.plot(steps[width // 2 :][: len(smooth)], smooth, label=label)
     if width > 1:
-        axes.plot(steps, values, color=curve.get_color(), alpha=0.2, linewidth=0.8, zorder=1)
+        faint = {"linestyle": "-", "linewidth": 0.8, "alpha": 0.2, "zorder": 1}
+        axes.plot(steps, values, color=curve.get_color(), **faint)
 
 
 def draw_effective_sample_size(metrics: list[dict], path: Path) -> Path:
