@@ -26,6 +26,7 @@ from training.config import parse_config, save_config
 from visualization import diffusion, dissolving, run
 
 SCHEDULES = {name: build_scheduler(name) for name in ("linear", "cosine")}
+SIDE = dissolving.NARROWEST  # of a single image in the animation
 IMAGES = torch.linspace(-1, 1, 64).view(1, 1, 8, 8)
 
 
@@ -128,13 +129,13 @@ def test_the_animation_shows_the_forward_process(tmp_path):
 
     # How much of the image is in each schedule's half of each frame, as the GIF shows it.
     likeness = {name: [] for name in SCHEDULES}
-    reference = np.asarray(IMAGES[0, 0]).repeat(12, axis=0).repeat(12, axis=1)
+    reference = np.asarray(IMAGES[0, 0]).repeat(SIDE // 8, axis=0).repeat(SIDE // 8, axis=1)
     top = dissolving.HEADER_HEIGHT + CAPTION_HEIGHT
     for number in range(animation.n_frames):
         animation.seek(number)
         pixels = np.asarray(animation.convert("L"), dtype=np.float64)
-        for name, left in (("linear", 0), ("cosine", 96 + 12)):
-            tile = pixels[top : top + 96, left : left + 96]
+        for name, left in (("linear", 0), ("cosine", SIDE + 12)):
+            tile = pixels[top : top + SIDE, left : left + SIDE]
             likeness[name].append(np.corrcoef(tile.flatten(), reference.flatten())[0, 1])
     linear, cosine = likeness["linear"], likeness["cosine"]
     assert min(linear[0], cosine[0]) > 0.99
@@ -149,22 +150,22 @@ def test_only_the_schedule_differs():
     for schedules in (SCHEDULES, twice):
         frame = np.asarray(dissolving.dissolving_frames(IMAGES, schedules, seed=0)[16])
         tiles = frame[dissolving.HEADER_HEIGHT + CAPTION_HEIGHT :]
-        halves += [tiles[:, :96], tiles[:, -96:]]
+        halves += [tiles[:, :SIDE], tiles[:, -SIDE:]]
     linear, cosine, first, second = halves
     assert (cosine == first).all()
     assert (first == second).all()
     assert (linear != cosine).any()
 
 
-def test_colours_and_captions(tmp_path):
-    """White paper stays white, and a long caption has room beside a small image."""
-    images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    names = ("squaredcos_cap_v2", "scaled_linear")
-    frames = dissolving.dissolving_frames(images[:1], {name: build_scheduler(name) for name in names}, seed=0)
-    animation = Image.open(dissolving.save_animation(frames, tmp_path / "colours.gif"))
-    assert animation.convert("RGB").getpixel((animation.width - 1, 0)) == (255, 255, 255)
-    assert animation.width > 2 * 96 + 12
-    assert len({pixel for _, pixel in animation.convert("RGB").getcolors(1 << 20)}) > 32
+def test_colours(tmp_path):
+    """One palette holds the images' colours, and white paper stays white."""
+    images = torch.rand(5, 3, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    frames = dissolving.dissolving_frames(images, SCHEDULES, seed=0)
+    animation = Image.open(dissolving.save_animation(frames, tmp_path / "colours.gif")).convert("RGB")
+    assert animation.getpixel((animation.width - 1, 0)) == (255, 255, 255)
+    assert len(animation.getcolors(1 << 20)) > 32
+    difference = np.asarray(animation, dtype=np.float64) - np.asarray(frames[0], dtype=np.float64)
+    assert np.abs(difference).mean() < 16
 
 
 # Curves over t.
@@ -298,9 +299,14 @@ def test_a_run_that_cannot_be_drawn_says_why(run_folder, monkeypatch):
     (run_folder / "checkpoint-20" / "sampler.safetensors").write_bytes(b"cut off")
     with pytest.raises(UserError, match=r"checkpoint-20/sampler\.safetensors does not fit the timestep sampler"):
         draw(monkeypatch, f"--run_dir={run_folder}")
-    for left in ('{"step": 1', "", None):
-        (run_folder / "metrics.jsonl").write_text(left) if left is not None else (run_folder / "metrics.jsonl").unlink()
+    metrics, config = run_folder / "metrics.jsonl", run_folder / "config.yaml"
+    for leave in (lambda: metrics.write_text('{"step": 1'), lambda: metrics.write_text(""), metrics.unlink):
+        leave()
         with pytest.raises(UserError, match="there are no metrics in it yet"):
+            draw(monkeypatch, f"--run_dir={run_folder}")
+    for text in ("", "a: [", "- a list"):
+        config.write_text(text)
+        with pytest.raises(UserError, match=r"config\.yaml in it is not what a training wrote"):
             draw(monkeypatch, f"--run_dir={run_folder}")
 
 

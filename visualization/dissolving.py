@@ -19,7 +19,7 @@ FRAMES = 33
 MILLISECONDS = 100
 PAUSE_MILLISECONDS = 1200  # on the images, and on the noise, before the animation begins again
 COLOURS = 96  # noise does not compress: what more colours cost, they cost for every pixel
-TILE = 96
+NARROWEST = 192  # pixels for the images of a schedule, so that its name has room above them
 HEADER_HEIGHT = 28
 
 
@@ -47,7 +47,7 @@ def dissolving_frames(images: torch.Tensor, schedulers: dict[str, ExactDDPMSched
     for t in torch.linspace(0, steps - 1, min(FRAMES, steps)).round().long().tolist():
         at_t = torch.full((len(images),), t)
         grids = {
-            name: image_grid(to_uint8(scheduler.add_noise(images, noise, at_t)), columns, smallest_tile=TILE)
+            name: image_grid(to_uint8(scheduler.add_noise(images, noise, at_t)), columns, NARROWEST // columns)
             for name, scheduler in schedulers.items()
         }
         frames.append(_under_header(side_by_side(grids), f"t = {t}"))

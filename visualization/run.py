@@ -5,16 +5,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from common.errors import UserError
+from common.options import names_of
 from common.plots import drawing, legend_beside
 from schedulers.timesteps import TIMESTEP_SAMPLERS
 from training.checkpoint import checkpoints, step_of
-from training.config import TrainingConfig, parse_config
+from training.config import TrainingConfig
 from training.loop import QUARTERS
 from training.tracking import METRICS_FILE
 
@@ -24,12 +26,18 @@ SMOOTHED_OVER = 50  # the part of a run that a running mean covers
 
 
 def open_run(folder: Path) -> TrainingConfig:
-    """The configuration of a run."""
+    """The configuration of a run, whichever script trained it: what only that script knows is left out."""
     if not folder.is_dir():
         raise UserError(f"--run_dir {folder}: there is no such folder")
-    if not (folder / "config.yaml").is_file():
+    file = folder / "config.yaml"
+    if not file.is_file():
         raise UserError(f"--run_dir {folder} is not a run: there is no config.yaml in it; name a training's output_dir")
-    return parse_config([f"--config={folder / 'config.yaml'}"])
+    names = names_of([TrainingConfig])
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return TrainingConfig(**{name: value for name, value in values.items() if name in names})
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+        raise UserError(f"--run_dir {folder}: config.yaml in it is not what a training wrote there") from error
 
 
 def read_metrics(folder: Path) -> list[dict]:
