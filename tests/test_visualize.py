@@ -157,15 +157,15 @@ def test_only_the_schedule_differs():
     assert (linear != cosine).any()
 
 
-def test_colours(tmp_path):
+@pytest.mark.parametrize("channels", [1, 3])
+def test_colours(channels, tmp_path):
     """One palette holds the images' colours, and white paper stays white."""
-    images = torch.rand(5, 3, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    images = torch.rand(2, channels, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
     frames = dissolving.dissolving_frames(images, SCHEDULES, seed=0)
     animation = Image.open(dissolving.save_animation(frames, tmp_path / "colours.gif")).convert("RGB")
     assert animation.getpixel((animation.width - 1, 0)) == (255, 255, 255)
-    assert len(animation.getcolors(1 << 20)) > 32
     difference = np.asarray(animation, dtype=np.float64) - np.asarray(frames[0], dtype=np.float64)
-    assert np.abs(difference).mean() < 16
+    assert np.abs(difference).mean() < {1: 2, 3: 10}[channels]
 
 
 # Curves over t.

@@ -3,6 +3,7 @@
 import io
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
@@ -19,6 +20,7 @@ FRAMES = 33
 MILLISECONDS = 100
 PAUSE_MILLISECONDS = 1200  # on the images, and on the noise, before the animation begins again
 COLOURS = 96  # noise does not compress: what more colours cost, they cost for every pixel
+NEARLY_WHITE = 244  # nearer to it, Pillow would take one for the other, and the paper would not be white
 NARROWEST = 192  # pixels for the images of a schedule, so that its name has room above them
 HEADER_HEIGHT = 28
 
@@ -79,6 +81,8 @@ def _common_palette(frames: list[Image.Image]) -> Image.Image:
     together = Image.new("RGB", (frames[0].width, frames[0].height * len(between)))
     for place, frame in enumerate(between):
         together.paste(frame, (0, place * frame.height))
-    palette = together.quantize(COLOURS - 1)
-    palette.putpalette([*palette.getpalette()[: 3 * (COLOURS - 1)], 255, 255, 255])
+    palette = together.quantize(COLOURS)
+    colours = np.array(palette.getpalette()).reshape(-1, 3)
+    colours[colours.min(1) >= NEARLY_WHITE] = 255
+    palette.putpalette(colours.flatten().tolist())
     return palette
