@@ -19,7 +19,7 @@ from schedulers.ddpm import ExactDDPMScheduler
 FRAMES = 33
 MILLISECONDS = 100
 PAUSE_MILLISECONDS = 1200  # on the images, and on the noise, before the animation begins again
-COLOURS = 96  # noise does not compress: what more colours cost, they cost for every pixel
+COLOURS = 128  # noise does not compress: what more colours cost, they cost for every pixel
 NEARLY_WHITE = 244  # nearer to it, Pillow would take one for the other, and the paper would not be white
 NARROWEST = 192  # pixels for the images of a schedule, so that its name has room above them
 HEADER_HEIGHT = 28
