@@ -100,8 +100,8 @@ def draw_diffusion(options: Options) -> list[Path]:
     images = decode_for_dissolving(source, options.resolution)
     schedulers = {name: build_scheduler(name, options.ddpm_num_steps) for name in options.schedules}
     samplers = {
-        schedule: {name: sampler(options.ddpm_num_steps) for name, sampler in TIMESTEP_SAMPLERS.items()}
-        for schedule in schedulers
+        schedule: {name: sampler(scheduler.alphas_cumprod) for name, sampler in TIMESTEP_SAMPLERS.items()}
+        for schedule, scheduler in schedulers.items()
     }
     folder = make_output_dir(options)
     return [

@@ -61,6 +61,7 @@ def curves(axes) -> dict[str, np.ndarray]:
 
 def test_one_command_draws_everything(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(diffusion, "BATCHES", 10)
+    monkeypatch.setattr(dissolving, "FRAMES", 5)
     flags = ["--schedules", "linear", "cosine", "--num_images=2", "--resolution=8"]
     draw(monkeypatch, *flags, f"--output_dir={tmp_path / 'a' / 'figures'}")
     names = ["dissolving.gif", "beta.png", "snr.png", "timestep_samplers.png", "loss_weights.png"]
@@ -191,10 +192,11 @@ def test_every_sampler_is_drawn_as_it_draws(tmp_path, drawn, monkeypatch):
             return timesteps // 2, weights / 2
 
     registry = {**TIMESTEP_SAMPLERS, "early": Early}
-    samplers = {"linear": {name: sampler(1000) for name, sampler in registry.items()}}
+    a_t = SCHEDULES["linear"].alphas_cumprod
+    samplers = {"linear": {name: sampler(a_t) for name, sampler in registry.items()}}
     diffusion.draw_samplers(samplers, 0, tmp_path / "samplers.png")
     (figure,) = drawn
-    panels = {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_visible()}
+    panels = {axes.get_title(loc="left").split()[0]: axes for axes in figure.axes if axes.get_visible()}
     assert list(panels) == list(registry)
     for name, axes in panels.items():
         drawn_bars, weights = (stairs.get_data().values for stairs in axes.patches)
@@ -212,7 +214,7 @@ def test_every_sampler_is_drawn_as_it_draws(tmp_path, drawn, monkeypatch):
 @pytest.mark.parametrize("steps", [1, 7, 130, 999])
 def test_any_number_of_timesteps(steps, tmp_path, drawn, monkeypatch):
     monkeypatch.setattr(diffusion, "BATCHES", 20)
-    diffusion.draw_samplers({"linear": {"uniform": Uniform(steps)}}, 0, tmp_path / "samplers.png")
+    diffusion.draw_samplers({"linear": {"uniform": Uniform(torch.ones(steps))}}, 0, tmp_path / "samplers.png")
     heights, edges, _ = drawn[0].axes[0].patches[0].get_data()
     assert (edges[0], edges[-1]) == (0, steps)
     assert np.isclose((heights * np.diff(edges)).sum(), steps)
@@ -253,7 +255,7 @@ def run_folder(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     save_config(
-        parse_config(["--dataset_name=digits", "--ddpm_num_steps=4", "--ddpm_num_inference_steps=4"]),
+        parse_config(["--dataset_name=digits", "--ddpm_num_steps=4", "--ddpm_num_inference_steps=4", "--channels=1"]),
         folder / "config.yaml",
     )
     for step, density in {20: [0.1, 0.2, 0.3, 0.4], 100: [0.7, 0.1, 0.1, 0.1]}.items():
@@ -282,6 +284,23 @@ def test_a_run_is_drawn(run_folder, drawn, monkeypatch, capsys):
     assert np.allclose(curves(densities)["20"], [0.4, 0.8, 1.2, 1.6])
     assert np.allclose(curves(densities)["100"], [2.8, 0.4, 0.4, 0.4])
     assert set(next(iter(curves(sizes).values()))) == {0.5}
+
+
+@pytest.mark.parametrize("sampler", ["loss_second_moment", "ats"])
+def test_a_real_run_that_adapts(sampler, train, tmp_path, drawn, monkeypatch):
+    """What a checkpoint holds is what the sampler drew from: the density has left the uniform one."""
+    flags = ["--ddpm_num_steps=4", "--ddpm_num_inference_steps=4", "--ats_grid=4", "--ats_interval=2"]
+    lengths = ["--max_train_steps=24", "--checkpointing_steps=2", "--checkpoints_total_limit=99"]
+    folder = train(tmp_path / "run", f"--timestep_sampler={sampler}", *flags, *lengths, "--save_images_steps=999")
+    draw(monkeypatch, f"--run_dir={folder}")
+    losses, densities, sizes = (figure.axes[0] for figure in drawn)
+    shown = curves(densities)
+    assert len(shown) == run.MOST_CURVES
+    assert (list(shown)[0], list(shown)[-1]) == ("2", "24")
+    assert np.abs(shown["24"] - shown["2"]).max() > 1e-3
+    assert all(np.isclose(density.mean(), 1) for density in shown.values())
+    assert len(curves(losses)) == 4
+    assert (next(iter(curves(sizes).values())) <= 1 + 1e-9).all()
 
 
 def test_a_run_without_checkpoints_or_weights_is_drawn_as_far_as_it_goes(run_folder, monkeypatch, capsys):

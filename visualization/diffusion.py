@@ -53,17 +53,23 @@ def draw_samplers(samplers: dict[str, dict[str, TimestepSampler]], seed: int, pa
         for axes, name in zip(panels.flat, names, strict=False):
             for colour, (schedule, named) in zip(itertools.cycle(COLOURS), samplers.items(), strict=False):
                 _draw_sampler(axes, named[name], seed, colour, schedule)
-            axes.set_title(name)
+            axes.set_title(_title(name, named[name]))
             axes.set_ylim(bottom=0)
         for axes in panels.flat[len(names) - columns : len(names)]:
             axes.tick_params(labelbottom=True)
         for axes in panels.flat[len(names) :]:
             axes.set_visible(False)
-        figure.suptitle("How often each timestep is drawn, and how much its loss then counts")
+        agree = "; one curve where the schedules agree" if len(samplers) > 1 else ""
+        figure.suptitle(f"How often each timestep is drawn, and how much its loss then counts{agree}")
         figure.supxlabel("timestep $t$")
         figure.supylabel("relative to uniform")
         legend_beside(panels)
     return path
+
+
+def _title(name: str, sampler: TimestepSampler) -> str:
+    remarks = ["another objective"] * (sampler.objective == "changed") + ["adapts from here"] * sampler.adapts
+    return f"{name} ({', '.join(remarks)})" if remarks else name
 
 
 def _draw_sampler(axes: Axes, sampler: TimestepSampler, seed: int, colour: str, schedule: str) -> None:
@@ -95,8 +101,7 @@ def draw_weightings(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Pa
         for row, (schedule, scheduler) in zip(panels, schedulers.items(), strict=True):
             for axes, (prediction_type, error) in zip(row, PREDICTIONS.items(), strict=True):
                 for name in LOSS_WEIGHTINGS:
-                    table = weighting_table(name, scheduler.alphas_cumprod, prediction_type)
-                    axes.plot(table, label=name)
+                    axes.plot(_table(name, scheduler, prediction_type), label=name)
                 axes.set(title=f"{schedule}: {error}", yscale="log")
         panels.flat[0].set_ylim(VISIBLE_WEIGHTS)
         figure.suptitle("How much the squared error counts at each timestep, by what the network predicts")
@@ -104,3 +109,10 @@ def draw_weightings(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Pa
         figure.supylabel("loss weight")
         legend_beside(panels)
     return path
+
+
+def _table(name: str, scheduler: ExactDDPMScheduler, prediction_type: str) -> torch.Tensor:
+    try:
+        return weighting_table(name, scheduler.alphas_cumprod, prediction_type)
+    except ValueError:  # its paper defines none for this prediction: there is no curve to draw
+        return torch.full_like(scheduler.alphas_cumprod, torch.nan)

@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 from common.errors import UserError
 from common.options import names_of
 from common.plots import drawing, legend_beside
-from schedulers.timesteps import TIMESTEP_SAMPLERS
+from schedulers.ddpm import build_scheduler
 from training.checkpoint import checkpoints, step_of
 from training.config import TrainingConfig
 from training.loop import QUARTERS
+from training.timesteps import ON_THEIR_WAY, build_sampler
 from training.tracking import METRICS_FILE
 
-EFFECTIVE_SAMPLE_SIZE = "effective_sample_size"
+EFFECTIVE_SAMPLE_SIZE = "weight_ess"
 MOST_CURVES = 8
 SMOOTHED_OVER = 50  # the part of a run that a running mean covers
 
@@ -57,11 +58,14 @@ def read_metrics(folder: Path) -> list[dict]:
 def read_densities(folder: Path, config: TrainingConfig) -> dict[int, torch.Tensor]:
     """The probability of every timestep at each checkpoint of a run, by step."""
     densities = {}
+    scheduler = build_scheduler(config.ddpm_beta_schedule, config.ddpm_num_steps)
     for checkpoint in checkpoints(folder):
-        sampler = TIMESTEP_SAMPLERS[config.timestep_sampler](config.ddpm_num_steps)
+        sampler = build_sampler(config, scheduler.alphas_cumprod)
+        sampler.start(int(config.channels), torch.device("cpu"))
         file = checkpoint / "sampler.safetensors"
         try:
-            sampler.load_state_dict(load_file(file))
+            state = load_file(file)
+            sampler.load_state_dict({name: state[name] for name in state if not name.startswith(ON_THEIR_WAY)})
         except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"{file} does not fit the timestep sampler {config.timestep_sampler} ({reason})") from error
