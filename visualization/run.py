@@ -119,6 +119,6 @@ def draw_effective_sample_size(metrics: list[dict], path: Path) -> Path:
         axes = panels.item()
         _draw_metric(axes, metrics, EFFECTIVE_SAMPLE_SIZE, "effective sample size")
         axes.set(title="Effective sample size: what the weights leave of a batch")
-        axes.set(xlabel="step", ylabel=r"$(\sum w)^2\,/\,(n \sum w^2)$")
+        axes.set(xlabel="step", ylabel=r"$(\Sigma w)^2\,/\,(n\,\Sigma w^2)$")
         axes.set_ylim(0, 1.05)
     return path
