@@ -13,7 +13,7 @@ from typing import get_args, get_type_hints
 
 from common.errors import UserError, run_script
 from common.files import first_existing
-from common.options import check_not_negative, check_positive, option, parse_options
+from common.options import check_not_negative, check_positive, check_values, option, parse_options
 from training.config import DiffusionOptions
 
 
@@ -53,7 +53,8 @@ def parse(arguments: list[str]) -> Options:
         description="Draw schedules, timestep samplers and loss weights, or with --run_dir how a run fared.",
     )
     options = Options(**values)
-    check_positive(options, ["ddpm_num_steps", "num_images", "resolution"])
+    check_values(options, ["ddpm_num_steps"], lambda steps: steps >= 2, "2 or greater")
+    check_positive(options, ["num_images", "resolution"])
     check_not_negative(options, ["seed"])
     known = get_args(get_type_hints(DiffusionOptions)["ddpm_beta_schedule"])
     for name in options.schedules:
@@ -84,8 +85,7 @@ def draw_diffusion(options: Options) -> list[Path]:
     """The schedules on images and as curves; every timestep sampler; every loss weighting."""
     from image_data.sources import DIGITS, load_images
     from schedulers.ddpm import build_scheduler
-    from schedulers.timesteps import TIMESTEP_SAMPLERS
-    from visualization.diffusion import draw_betas, draw_samplers, draw_snr, draw_weightings
+    from visualization.diffusion import build_samplers, draw_betas, draw_samplers, draw_snr, draw_weightings
     from visualization.dissolving import decode_for_dissolving, dissolving_frames, save_animation
 
     no_data = options.dataset_name is None and options.train_data_dir is None
@@ -99,16 +99,12 @@ def draw_diffusion(options: Options) -> list[Path]:
     )
     images = decode_for_dissolving(source, options.resolution)
     schedulers = {name: build_scheduler(name, options.ddpm_num_steps) for name in options.schedules}
-    samplers = {
-        schedule: {name: sampler(scheduler.alphas_cumprod) for name, sampler in TIMESTEP_SAMPLERS.items()}
-        for schedule, scheduler in schedulers.items()
-    }
     folder = make_output_dir(options)
     return [
         save_animation(dissolving_frames(images, schedulers, options.seed), folder / "dissolving.gif"),
         draw_betas(schedulers, folder / "beta.png"),
         draw_snr(schedulers, folder / "snr.png"),
-        draw_samplers(samplers, options.seed, folder / "timestep_samplers.png"),
+        draw_samplers(build_samplers(schedulers), options.seed, folder / "timestep_samplers.png"),
         draw_weightings(schedulers, folder / "loss_weights.png"),
     ]
 

@@ -62,7 +62,7 @@ def curves(axes) -> dict[str, np.ndarray]:
 def test_one_command_draws_everything(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(diffusion, "BATCHES", 10)
     monkeypatch.setattr(dissolving, "FRAMES", 5)
-    flags = ["--schedules", "linear", "cosine", "--num_images=2", "--resolution=8"]
+    flags = ["--schedules", "linear", "--num_images=2", "--resolution=8"]
     draw(monkeypatch, *flags, f"--output_dir={tmp_path / 'a' / 'figures'}")
     names = ["dissolving.gif", "beta.png", "snr.png", "timestep_samplers.png", "loss_weights.png"]
     written = [tmp_path / "a" / "figures" / name for name in names]
@@ -83,6 +83,7 @@ def test_one_command_draws_everything(tmp_path, monkeypatch, capsys):
         ("--schedules linear linaer", "--schedules linaer: there is no such schedule; there are linear, quadratic"),
         ("--schedules", "--schedules: expected at least one argument"),
         ("--output /tmp/x", "unknown flag --output; did you mean --output_dir?"),
+        ("--ddpm_num_steps 1", "--ddpm_num_steps 1: must be 2 or greater"),
         ("--num_images 0", "--num_images 0: must be greater than 0"),
         ("--output_dir README.md/x", "README.md is a file, not a folder"),
         ("--dataset_name digits --train_data_dir x", "either --dataset_name or --train_data_dir"),
@@ -191,13 +192,12 @@ def test_every_sampler_is_drawn_as_it_draws(tmp_path, drawn, monkeypatch):
             timesteps, weights = super().sample(batch_size, generator)
             return timesteps // 2, weights / 2
 
-    registry = {**TIMESTEP_SAMPLERS, "early": Early}
-    a_t = SCHEDULES["linear"].alphas_cumprod
-    samplers = {"linear": {name: sampler(a_t) for name, sampler in registry.items()}}
+    monkeypatch.setitem(TIMESTEP_SAMPLERS, "early", Early)
+    samplers = diffusion.build_samplers({"linear": SCHEDULES["linear"]})
     diffusion.draw_samplers(samplers, 0, tmp_path / "samplers.png")
     (figure,) = drawn
     panels = {axes.get_title(loc="left").split()[0]: axes for axes in figure.axes if axes.get_visible()}
-    assert list(panels) == list(registry)
+    assert list(panels) == list(TIMESTEP_SAMPLERS)
     for name, axes in panels.items():
         drawn_bars, weights = (stairs.get_data().values for stairs in axes.patches)
         (density,) = curves(axes).values()
@@ -214,10 +214,19 @@ def test_every_sampler_is_drawn_as_it_draws(tmp_path, drawn, monkeypatch):
 @pytest.mark.parametrize("steps", [1, 7, 130, 999])
 def test_any_number_of_timesteps(steps, tmp_path, drawn, monkeypatch):
     monkeypatch.setattr(diffusion, "BATCHES", 20)
-    diffusion.draw_samplers({"linear": {"uniform": Uniform(torch.ones(steps))}}, 0, tmp_path / "samplers.png")
+    diffusion.draw_samplers({"uniform": {"linear": Uniform(torch.ones(steps))}}, 0, tmp_path / "samplers.png")
     heights, edges, _ = drawn[0].axes[0].patches[0].get_data()
     assert (edges[0], edges[-1]) == (0, steps)
     assert np.isclose((heights * np.diff(edges)).sum(), steps)
+
+
+def test_few_timesteps(tmp_path, monkeypatch, capsys):
+    """A sampler that needs more of them is named and left out of the picture."""
+    monkeypatch.setattr(diffusion, "BATCHES", 5)
+    flags = ["--ddpm_num_steps=2", "--schedules", "linear", "cosine", "--num_images=1", "--resolution=8"]
+    draw(monkeypatch, *flags, f"--output_dir={tmp_path}")
+    assert "the timestep sampler ats is left out: grid 50" in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_every_weighting_is_drawn(tmp_path, drawn):
@@ -327,6 +336,11 @@ def test_a_run_that_cannot_be_drawn_says_why(run_folder, monkeypatch):
         config.write_text(text)
         with pytest.raises(UserError, match=r"config\.yaml in it is not what a training wrote"):
             draw(monkeypatch, f"--run_dir={run_folder}")
+
+
+def test_a_quarter_that_is_never_drawn_is_left_out(tmp_path, drawn):
+    run.draw_losses_by_quarter([{"step": 1, "loss_q0": 1, "loss_q1": 1, "loss_q3": 1}], 1000, tmp_path / "losses.png")
+    assert list(curves(drawn[0].axes[0])) == ["0 to 249", "250 to 499", "750 to 999"]
 
 
 def test_a_long_run_is_smoothed_in_place(tmp_path, drawn):

@@ -6,10 +6,12 @@ from pathlib import Path
 import torch
 from matplotlib.axes import Axes
 
+from common.errors import say
 from common.plots import COLOURS, NOTE, drawing, legend_beside
 from common.randomness import generator_for
 from schedulers.ddpm import ExactDDPMScheduler
-from schedulers.timesteps import TimestepSampler
+from schedulers.sampler import TimestepSampler
+from schedulers.timesteps import TIMESTEP_SAMPLERS
 from schedulers.weighting import LOSS_WEIGHTINGS, weighting_table
 
 BATCHES, BATCH_SIZE = 800, 128  # about 100,000 timesteps, drawn as a run draws them: a sampler may look at the batch
@@ -44,22 +46,32 @@ def draw_snr(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Path:
     return path
 
 
+def build_samplers(schedulers: dict[str, ExactDDPMScheduler]) -> dict[str, dict[str, TimestepSampler]]:
+    """Every timestep sampler for every schedule, by name and schedule; one that cannot be is named and left out."""
+    samplers = {}
+    for name, kind in TIMESTEP_SAMPLERS.items():
+        try:
+            samplers[name] = {schedule: kind(scheduler.alphas_cumprod) for schedule, scheduler in schedulers.items()}
+        except ValueError as error:
+            say(f"the timestep sampler {name} is left out: {error}")
+    return samplers
+
+
 def draw_samplers(samplers: dict[str, dict[str, TimestepSampler]], seed: int, path: Path) -> Path:
-    """For every sampler, by schedule and name: its density, what it draws, and the weights that it gives to losses."""
-    names = list(next(iter(samplers.values())))
-    columns = min(3, len(names))
-    rows = -(-len(names) // columns)
+    """The density of every sampler under every schedule, what it draws, and the weights that it gives to losses."""
+    columns = min(3, len(samplers))
+    rows = -(-len(samplers) // columns)
     with drawing(path, rows, columns, panel_width=4, sharex=True) as (figure, panels):
-        for axes, name in zip(panels.flat, names, strict=False):
-            for colour, (schedule, named) in zip(itertools.cycle(COLOURS), samplers.items(), strict=False):
-                _draw_sampler(axes, named[name], seed, colour, schedule)
-            axes.set_title(_title(name, named[name]))
+        for axes, (name, of_schedules) in zip(panels.flat, samplers.items(), strict=False):
+            for colour, (schedule, sampler) in zip(itertools.cycle(COLOURS), of_schedules.items(), strict=False):
+                _draw_sampler(axes, sampler, seed, colour, schedule)
+            axes.set_title(_title(name, sampler))
             axes.set_ylim(bottom=0)
-        for axes in panels.flat[len(names) - columns : len(names)]:
+        for axes in panels.flat[len(samplers) - columns : len(samplers)]:
             axes.tick_params(labelbottom=True)
-        for axes in panels.flat[len(names) :]:
+        for axes in panels.flat[len(samplers) :]:
             axes.set_visible(False)
-        agree = "; one curve where the schedules agree" if len(samplers) > 1 else ""
+        agree = "; one curve where the schedules agree" if len(of_schedules) > 1 else ""
         figure.suptitle(f"How often each timestep is drawn, and how much its loss then counts{agree}")
         figure.supxlabel("timestep $t$")
         figure.supylabel("relative to uniform")

@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.options import names_of
 from common.plots import drawing, legend_beside
 from schedulers.ddpm import build_scheduler
-from training.checkpoint import checkpoints, step_of
+from training.checkpoint import checkpoints, describe, step_of
 from training.config import TrainingConfig
 from training.loop import QUARTERS
 from training.timesteps import ON_THEIR_WAY, build_sampler
@@ -67,8 +67,9 @@ def read_densities(folder: Path, config: TrainingConfig) -> dict[int, torch.Tens
             state = load_file(file)
             sampler.load_state_dict({name: state[name] for name in state if not name.startswith(ON_THEIR_WAY)})
         except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"{file} does not fit the timestep sampler {config.timestep_sampler} ({reason})") from error
+            raise UserError(
+                f"{file} does not fit the timestep sampler {config.timestep_sampler} ({describe(error)})"
+            ) from error
         densities[step_of(checkpoint)] = sampler.describe()
     return densities
 
@@ -95,6 +96,8 @@ def draw_losses_by_quarter(metrics: list[dict], num_train_timesteps: int, path: 
     with drawing(path) as (_, panels):
         axes = panels.item()
         for quarter in range(QUARTERS):
+            if not any(f"loss_q{quarter}" in line for line in metrics):
+                continue  # the sampler never draws there
             _draw_metric(axes, metrics, f"loss_q{quarter}", f"{edges[quarter]} to {edges[quarter + 1] - 1}")
         axes.set(title="Mean loss of each quarter of the timesteps", yscale="log")
         axes.set(xlabel="step", ylabel="squared error, unweighted")
