@@ -15,11 +15,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file in one step."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a file in one step."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        aside.write_text(text, encoding="utf-8")
+        aside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
         sync(aside)
         aside.replace(path)
     finally:

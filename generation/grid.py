@@ -7,11 +7,11 @@ SMALLEST_TILE = 48
 CAPTION_HEIGHT = 22
 
 
-def image_grid(images: torch.Tensor, columns: int) -> Image.Image:
+def image_grid(images: torch.Tensor, columns: int, smallest_tile: int = SMALLEST_TILE) -> Image.Image:
     """uint8 images [n, channels, height, width] as one picture; small ones are enlarged by a whole factor."""
     from torchvision.utils import make_grid  # two seconds to import, needed only where a grid is drawn
 
-    factor = max(1, -(-SMALLEST_TILE // images.shape[-1]))
+    factor = max(1, -(-smallest_tile // images.shape[-1]))
     images = images.repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)
     grid = make_grid(images, nrow=columns, padding=2, pad_value=255)
     return Image.fromarray(grid.permute(1, 2, 0).numpy())

@@ -1,0 +1,358 @@
+"""Pictures: what is drawn is what the formulas and the run say; the files are whole; a mistake is one line."""
+
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from matplotlib.figure import Figure
+from PIL import Image
+from safetensors.torch import save_file
+
+import visualize
+from common import plots
+from common.errors import UserError
+from generation.grid import CAPTION_HEIGHT
+from schedulers.betas import make_betas
+from schedulers.ddpm import build_scheduler
+from schedulers.timesteps import TIMESTEP_SAMPLERS, Uniform
+from schedulers.weighting import LOSS_WEIGHTINGS
+from training.config import parse_config, save_config
+from visualization import diffusion, dissolving, run
+
+SCHEDULES = {name: build_scheduler(name) for name in ("linear", "cosine")}
+SIDE = dissolving.NARROWEST  # of a single image in the animation
+IMAGES = torch.linspace(-1, 1, 64).view(1, 1, 8, 8)
+
+
+def draw(monkeypatch, *flags: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["visualize.py", *flags])
+    visualize.main()
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[Figure]:
+    """The figures that a test has drawn, to look into."""
+    figures = []
+
+    @contextmanager
+    def recording(*arguments, **options):
+        with plots.drawing(*arguments, **options) as (figure, panels):
+            figures.append(figure)
+            yield figure, panels
+
+    for room in (diffusion, run):
+        monkeypatch.setattr(room, "drawing", recording)
+    return figures
+
+
+def curves(axes) -> dict[str, np.ndarray]:
+    """What is plotted under each label."""
+    return {line.get_label(): np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.get_lines()}
+
+
+# The script.
+
+
+def test_one_command_draws_everything(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(diffusion, "BATCHES", 10)
+    monkeypatch.setattr(dissolving, "FRAMES", 5)
+    flags = ["--schedules", "linear", "--num_images=2", "--resolution=8"]
+    draw(monkeypatch, *flags, f"--output_dir={tmp_path / 'a' / 'figures'}")
+    names = ["dissolving.gif", "beta.png", "snr.png", "timestep_samplers.png", "loss_weights.png"]
+    written = [tmp_path / "a" / "figures" / name for name in names]
+    assert capsys.readouterr().out.split() == [str(path) for path in written]
+    assert sorted(written) == sorted((tmp_path / "a" / "figures").iterdir())
+    for path in written:
+        Image.open(path).verify()
+    draw(monkeypatch, *flags, f"--output_dir={tmp_path / 'again'}")
+    assert all((tmp_path / "again" / path.name).read_bytes() == path.read_bytes() for path in written)
+    draw(monkeypatch, *flags, "--seed=1", f"--output_dir={tmp_path / 'other'}")
+    same = [(tmp_path / "other" / path.name).read_bytes() == path.read_bytes() for path in written]
+    assert same == [False, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--schedules linear linaer", "--schedules linaer: there is no such schedule; there are linear, quadratic"),
+        ("--schedules", "--schedules: expected at least one argument"),
+        ("--output /tmp/x", "unknown flag --output; did you mean --output_dir?"),
+        ("--ddpm_num_steps 1", "--ddpm_num_steps 1: must be 2 or greater"),
+        ("--num_images 0", "--num_images 0: must be greater than 0"),
+        ("--output_dir README.md/x", "README.md is a file, not a folder"),
+        ("--dataset_name digits --train_data_dir x", "either --dataset_name or --train_data_dir"),
+        ("--run_dir nowhere", "--run_dir nowhere: there is no such folder"),
+        ("--run_dir docs", "--run_dir docs is not a run: there is no config.yaml in it"),
+    ],
+)
+def test_a_mistake_is_one_line(flags, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError) as error:
+        draw(monkeypatch, *flags.split())
+    assert message in str(error.value)
+
+
+def test_a_damaged_image_is_named(tmp_path, monkeypatch):
+    (tmp_path / "photo.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"cannot decode .*photo\.png"):
+        draw(monkeypatch, f"--train_data_dir={tmp_path}", f"--cache_dir={tmp_path / 'cache'}")
+
+
+def test_help_needs_no_heavy_import():
+    program = (
+        "import sys, runpy\n"
+        "sys.argv = ['visualize.py', '--help']\n"
+        "try:\n    runpy.run_path('visualize.py', run_name='__main__')\n"
+        "except SystemExit as stop:\n    print('exit', stop.code)\n"
+        "print('heavy', [name for name in ('torch', 'diffusers', 'datasets', 'matplotlib') if name in sys.modules])\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "exit 0" in shown
+    assert "heavy []" in shown
+
+
+# Images dissolving.
+
+
+def test_the_animation_shows_the_forward_process(tmp_path):
+    frames = dissolving.dissolving_frames(IMAGES, SCHEDULES, seed=0)
+    path = dissolving.save_animation(frames, tmp_path / "dissolving.gif")
+    animation = Image.open(path)
+    assert animation.n_frames == len(frames) == dissolving.FRAMES
+    assert animation.info["loop"] == 0  # for ever
+    assert animation.info["duration"] > dissolving.MILLISECONDS  # it rests on the images
+    assert path.stat().st_size < 2 * 2**20
+
+    # How much of the image is in each schedule's half of each frame, as the GIF shows it.
+    likeness = {name: [] for name in SCHEDULES}
+    reference = np.asarray(IMAGES[0, 0]).repeat(SIDE // 8, axis=0).repeat(SIDE // 8, axis=1)
+    top = dissolving.HEADER_HEIGHT + CAPTION_HEIGHT
+    for number in range(animation.n_frames):
+        animation.seek(number)
+        pixels = np.asarray(animation.convert("L"), dtype=np.float64)
+        for name, left in (("linear", 0), ("cosine", SIDE + 12)):
+            tile = pixels[top : top + SIDE, left : left + SIDE]
+            likeness[name].append(np.corrcoef(tile.flatten(), reference.flatten())[0, 1])
+    linear, cosine = likeness["linear"], likeness["cosine"]
+    assert min(linear[0], cosine[0]) > 0.99
+    assert max(abs(linear[-1]), abs(cosine[-1])) < 0.4  # 64 pixels of noise
+    assert cosine[16] > linear[16] + 0.2  # at t = 500 cosine has half of the signal's variance left, linear 8 %
+
+
+def test_only_the_schedule_differs():
+    """Two names of one schedule give the same picture: the noise is the same."""
+    twice = {"cosine": SCHEDULES["cosine"], "again": SCHEDULES["cosine"]}
+    halves = []
+    for schedules in (SCHEDULES, twice):
+        frame = np.asarray(dissolving.dissolving_frames(IMAGES, schedules, seed=0)[16])
+        tiles = frame[dissolving.HEADER_HEIGHT + CAPTION_HEIGHT :]
+        halves += [tiles[:, :SIDE], tiles[:, -SIDE:]]
+    linear, cosine, first, second = halves
+    assert (cosine == first).all()
+    assert (first == second).all()
+    assert (linear != cosine).any()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_colours(channels, tmp_path):
+    """One palette holds the images' colours, and white paper stays white."""
+    images = torch.rand(2, channels, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    frames = dissolving.dissolving_frames(images, SCHEDULES, seed=0)
+    animation = Image.open(dissolving.save_animation(frames, tmp_path / "colours.gif")).convert("RGB")
+    assert animation.getpixel((animation.width - 1, 0)) == (255, 255, 255)
+    difference = np.asarray(animation, dtype=np.float64) - np.asarray(frames[0], dtype=np.float64)
+    assert np.abs(difference).mean() < {1: 2, 3: 10}[channels]
+
+
+# Curves over t.
+
+
+def test_betas_and_snr_are_those_of_the_schedules(tmp_path, drawn):
+    diffusion.draw_betas(SCHEDULES, tmp_path / "beta.png")
+    diffusion.draw_snr(SCHEDULES, tmp_path / "snr.png")
+    (betas,), (snr,) = (figure.axes for figure in drawn)
+    for name in SCHEDULES:
+        assert np.array_equal(curves(betas)[name], make_betas(name, 1000).numpy())
+    a_t = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
+    assert np.allclose(curves(snr)["linear"], a_t / (1 - a_t), rtol=1e-10)
+    assert betas.get_yscale() == snr.get_yscale() == "log"
+
+
+def test_every_sampler_is_drawn_as_it_draws(tmp_path, drawn, monkeypatch):
+    class Early(Uniform):
+        """The first half of the timesteps only; its losses count half."""
+
+        def sample(self, batch_size, generator):
+            timesteps, weights = super().sample(batch_size, generator)
+            return timesteps // 2, weights / 2
+
+    monkeypatch.setitem(TIMESTEP_SAMPLERS, "early", Early)
+    samplers = diffusion.build_samplers({"linear": SCHEDULES["linear"]})
+    diffusion.draw_samplers(samplers, 0, tmp_path / "samplers.png")
+    (figure,) = drawn
+    panels = {axes.get_title(loc="left").split()[0]: axes for axes in figure.axes if axes.get_visible()}
+    assert list(panels) == list(TIMESTEP_SAMPLERS)
+    for name, axes in panels.items():
+        drawn_bars, weights = (stairs.get_data().values for stairs in axes.patches)
+        (density,) = curves(axes).values()
+        assert np.isclose(density.mean(), 1)
+        if name != "early":
+            assert np.allclose(drawn_bars, density.reshape(len(drawn_bars), -1).mean(1), atol=0.15)
+    drawn_bars, weights = (stairs.get_data().values for stairs in panels["early"].patches)
+    assert np.allclose(drawn_bars[:25], 2, atol=0.2)
+    assert (drawn_bars[25:] == 0).all()
+    assert (weights[:25] == 0.5).all()
+    assert np.isnan(weights[25:]).all()
+
+
+@pytest.mark.parametrize("steps", [1, 7, 130, 999])
+def test_any_number_of_timesteps(steps, tmp_path, drawn, monkeypatch):
+    monkeypatch.setattr(diffusion, "BATCHES", 20)
+    diffusion.draw_samplers({"uniform": {"linear": Uniform(torch.ones(steps))}}, 0, tmp_path / "samplers.png")
+    heights, edges, _ = drawn[0].axes[0].patches[0].get_data()
+    assert (edges[0], edges[-1]) == (0, steps)
+    assert np.isclose((heights * np.diff(edges)).sum(), steps)
+
+
+def test_few_timesteps(tmp_path, monkeypatch, capsys):
+    """A sampler that needs more of them is named and left out of the picture."""
+    monkeypatch.setattr(diffusion, "BATCHES", 5)
+    flags = ["--ddpm_num_steps=2", "--schedules", "linear", "cosine", "--num_images=1", "--resolution=8"]
+    draw(monkeypatch, *flags, f"--output_dir={tmp_path}")
+    assert "the timestep sampler ats is left out: grid 50" in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_every_weighting_is_drawn(tmp_path, drawn):
+    diffusion.draw_weightings(SCHEDULES, tmp_path / "weights.png")
+    (figure,) = drawn
+    assert len(figure.axes) == len(SCHEDULES) * 3
+    epsilon = curves(figure.axes[0])
+    assert list(epsilon) == list(LOSS_WEIGHTINGS)
+    a_t = SCHEDULES["linear"].alphas_cumprod.numpy()
+    snr = a_t / (1 - a_t)
+    assert np.allclose(epsilon["min_snr"], np.minimum(snr, 5) / snr, rtol=1e-6)
+
+
+# A run.
+
+
+class Moving(Uniform):
+    """A sampler with a state: the density is what it was told."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.density = super().describe()
+
+    def load_state_dict(self, state):
+        self.density = state["density"]
+
+    def describe(self):
+        return self.density
+
+
+@pytest.fixture
+def run_folder(tmp_path, monkeypatch) -> Path:
+    """What a run leaves of its timesteps: its configuration, two checkpoints of the sampler, metrics."""
+    monkeypatch.setitem(TIMESTEP_SAMPLERS, "uniform", Moving)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save_config(
+        parse_config(["--dataset_name=digits", "--ddpm_num_steps=4", "--ddpm_num_inference_steps=4", "--channels=1"]),
+        folder / "config.yaml",
+    )
+    for step, density in {20: [0.1, 0.2, 0.3, 0.4], 100: [0.7, 0.1, 0.1, 0.1]}.items():
+        (folder / f"checkpoint-{step}").mkdir()
+        state = {"density": torch.tensor(density, dtype=torch.float64)}
+        save_file(state, folder / f"checkpoint-{step}" / "sampler.safetensors")
+    lines = [
+        {"step": step, "loss": 1.0, **{f"loss_q{quarter}": 10.0**-quarter for quarter in range(4)}}
+        | {run.EFFECTIVE_SAMPLE_SIZE: 0.5}
+        for step in range(10, 101, 10)
+    ]
+    del lines[3]["loss_q2"]  # none of its timesteps was drawn
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 11')
+    return folder
+
+
+def test_a_run_is_drawn(run_folder, drawn, monkeypatch, capsys):
+    draw(monkeypatch, f"--run_dir={run_folder}")
+    names = ["loss_by_quarter.png", "timestep_density.png", "effective_sample_size.png"]
+    assert capsys.readouterr().out.split() == [str(run_folder / "figures" / name) for name in names]
+    losses, densities, sizes = (figure.axes[0] for figure in drawn)
+    assert {label: set(values) for label, values in curves(losses).items()} == {
+        "0 to 0": {1.0}, "1 to 1": {0.1}, "2 to 2": {0.01}, "3 to 3": {0.001},
+    }  # fmt: skip
+    assert [len(values) for values in curves(losses).values()] == [10, 10, 9, 10]
+    assert np.allclose(curves(densities)["20"], [0.4, 0.8, 1.2, 1.6])
+    assert np.allclose(curves(densities)["100"], [2.8, 0.4, 0.4, 0.4])
+    assert set(next(iter(curves(sizes).values()))) == {0.5}
+
+
+@pytest.mark.parametrize("sampler", ["loss_second_moment", "ats"])
+def test_a_real_run_that_adapts(sampler, train, tmp_path, drawn, monkeypatch):
+    """What a checkpoint holds is what the sampler drew from: the density has left the uniform one."""
+    flags = ["--ddpm_num_steps=4", "--ddpm_num_inference_steps=4", "--ats_grid=4", "--ats_interval=2"]
+    lengths = ["--max_train_steps=24", "--checkpointing_steps=2", "--checkpoints_total_limit=99"]
+    folder = train(tmp_path / "run", f"--timestep_sampler={sampler}", *flags, *lengths, "--save_images_steps=999")
+    draw(monkeypatch, f"--run_dir={folder}")
+    losses, densities, sizes = (figure.axes[0] for figure in drawn)
+    shown = curves(densities)
+    assert len(shown) == run.MOST_CURVES
+    assert (list(shown)[0], list(shown)[-1]) == ("2", "24")
+    assert np.abs(shown["24"] - shown["2"]).max() > 1e-3
+    assert all(np.isclose(density.mean(), 1) for density in shown.values())
+    assert len(curves(losses)) == 4
+    assert (next(iter(curves(sizes).values())) <= 1 + 1e-9).all()
+
+
+def test_a_run_without_checkpoints_or_weights_is_drawn_as_far_as_it_goes(run_folder, monkeypatch, capsys):
+    for step in (20, 100):
+        (run_folder / f"checkpoint-{step}").rename(run_folder / f"checkpoint-{step}.corrupt")
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()[:-1]]
+    for line in lines:
+        del line[run.EFFECTIVE_SAMPLE_SIZE]
+    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    draw(monkeypatch, f"--run_dir={run_folder}")
+    assert [path.name for path in (run_folder / "figures").iterdir()] == ["loss_by_quarter.png"]
+
+
+def test_a_run_that_cannot_be_drawn_says_why(run_folder, monkeypatch):
+    (run_folder / "checkpoint-20" / "sampler.safetensors").write_bytes(b"cut off")
+    with pytest.raises(UserError, match=r"checkpoint-20/sampler\.safetensors does not fit the timestep sampler"):
+        draw(monkeypatch, f"--run_dir={run_folder}")
+    metrics, config = run_folder / "metrics.jsonl", run_folder / "config.yaml"
+    for leave in (lambda: metrics.write_text('{"step": 1'), lambda: metrics.write_text(""), metrics.unlink):
+        leave()
+        with pytest.raises(UserError, match="there are no metrics in it yet"):
+            draw(monkeypatch, f"--run_dir={run_folder}")
+    for text in ("", "a: [", "- a list"):
+        config.write_text(text)
+        with pytest.raises(UserError, match=r"config\.yaml in it is not what a training wrote"):
+            draw(monkeypatch, f"--run_dir={run_folder}")
+
+
+def test_a_quarter_that_is_never_drawn_is_left_out(tmp_path, drawn):
+    run.draw_losses_by_quarter([{"step": 1, "loss_q0": 1, "loss_q1": 1, "loss_q3": 1}], 1000, tmp_path / "losses.png")
+    assert list(curves(drawn[0].axes[0])) == ["0 to 249", "250 to 499", "750 to 999"]
+
+
+def test_a_long_run_is_smoothed_in_place(tmp_path, drawn):
+    """The running mean of a straight line is that line: it is centred, and no shorter than it must be."""
+    metrics = [{"step": step, "loss_q0": step, "loss_q1": 1, "loss_q2": 1, "loss_q3": 1} for step in range(1, 501)]
+    run.draw_losses_by_quarter(metrics, 1000, tmp_path / "losses.png")
+    smooth = drawn[0].axes[0].get_lines()[0]
+    assert np.allclose(smooth.get_ydata(), smooth.get_xdata())
+    assert len(smooth.get_ydata()) == 500 - 10  # of 11 lines each
+
+
+def test_a_picture_is_whole_or_not_there(tmp_path):
+    with pytest.raises(RuntimeError), plots.drawing(tmp_path / "x.png"):
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,88 @@
+"""Images dissolving into noise under several beta schedules, side by side, as an animation."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from common.errors import UserError
+from common.files import write_atomically
+from common.randomness import derive_seed, standard_normal
+from generation.denoise import to_uint8
+from generation.grid import image_grid, side_by_side
+from image_data.decode import UndecodableImage, decode_image
+from image_data.sources import ImageSource
+from schedulers.ddpm import ExactDDPMScheduler
+
+FRAMES = 33
+MILLISECONDS = 100
+PAUSE_MILLISECONDS = 1200  # on the images, and on the noise, before the animation begins again
+COLOURS = 128  # noise does not compress: what more colours cost, they cost for every pixel
+NEARLY_WHITE = 244  # nearer to it, Pillow would take one for the other, and the paper would not be white
+NARROWEST = 192  # pixels for the images of a schedule, so that its name has room above them
+HEADER_HEIGHT = 28
+
+
+def decode_for_dissolving(source: ImageSource, resolution: int) -> torch.Tensor:
+    """All images of the source in [-1, 1], [n, channels, resolution, resolution]."""
+    channels, decoded = source.detect_channels(), []
+    for index in range(len(source)):
+        try:
+            pixels = decode_image(source.read(index), channels, resolution, center_crop=True)
+        except UndecodableImage as error:
+            raise UserError(f"cannot decode {source.describe(index)}: {error}; repair or remove this image") from error
+        decoded.append(torch.tensor(pixels))
+    return torch.stack(decoded).float() / 127.5 - 1
+
+
+def dissolving_frames(images: torch.Tensor, schedulers: dict[str, ExactDDPMScheduler], seed: int) -> list[Image.Image]:
+    """A picture of x_t under every schedule, for timesteps from the first to the last.
+
+    The noise of an image is the same in all of them (eq. 4 with one epsilon): only the schedule differs.
+    """
+    steps = next(iter(schedulers.values())).config.num_train_timesteps
+    noise = standard_normal(derive_seed(seed, "dissolving"), torch.arange(len(images)), 0, images.shape[1:])
+    columns = -(-len(images) // max(1, int(len(images) ** 0.5)))
+    frames = []
+    for t in torch.linspace(0, steps - 1, min(FRAMES, steps)).round().long().tolist():
+        at_t = torch.full((len(images),), t)
+        grids = {
+            name: image_grid(to_uint8(scheduler.add_noise(images, noise, at_t)), columns, NARROWEST // columns)
+            for name, scheduler in schedulers.items()
+        }
+        frames.append(_under_header(side_by_side(grids), f"t = {t}"))
+    return frames
+
+
+def save_animation(frames: list[Image.Image], path: Path) -> Path:
+    """An endless GIF that rests on its first and last frame."""
+    palette = _common_palette(frames)
+    first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    durations = [MILLISECONDS] * len(frames)
+    durations[0] = durations[-1] = PAUSE_MILLISECONDS
+    file = io.BytesIO()
+    first.save(file, "GIF", save_all=True, append_images=others, duration=durations, loop=0)
+    write_atomically(path, file.getvalue())
+    return path
+
+
+def _under_header(picture: Image.Image, text: str) -> Image.Image:
+    framed = Image.new("RGB", (picture.width, picture.height + HEADER_HEIGHT), "white")
+    framed.paste(picture, (0, HEADER_HEIGHT))
+    ImageDraw.Draw(framed).text((2, 2), text, fill="black", font=ImageFont.load_default(18))
+    return framed
+
+
+def _common_palette(frames: list[Image.Image]) -> Image.Image:
+    """One palette for all frames, so that colours do not flicker, with a true white for the paper."""
+    between = [frames[0], frames[len(frames) // 4], frames[-1]]
+    together = Image.new("RGB", (frames[0].width, frames[0].height * len(between)))
+    for place, frame in enumerate(between):
+        together.paste(frame, (0, place * frame.height))
+    palette = together.quantize(COLOURS)
+    colours = np.array(palette.getpalette()).reshape(-1, 3)
+    colours[colours.min(1) >= NEARLY_WHITE] = 255
+    palette.putpalette(colours.flatten().tolist())
+    return palette

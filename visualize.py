@@ -1,0 +1,137 @@
+#!/usr/bin/env python
+"""Draw what a diffusion does to images, which timesteps it trains on, and how a run fared on them.
+
+python visualize.py --schedules linear cosine
+python visualize.py --run_dir runs/cifar10
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+from common.errors import UserError, run_script
+from common.files import first_existing
+from common.options import check_not_negative, check_positive, check_values, option, parse_options
+from training.config import DiffusionOptions
+
+
+@dataclass
+class PictureOptions:
+    _argument_group_name = "pictures"
+
+    schedules: list[str] = option(["linear", "cosine"], "Beta schedules to compare, by any name that training knows.")
+    ddpm_num_steps: int = option(1000, "T, the number of diffusion steps.")
+    run_dir: str | None = option(None, "Draw this run instead: its density over t, its losses by quarter of t.")
+    output_dir: str | None = option(None, "Where the pictures go (default: figures, of the run if there is one).")
+    seed: int = option(0, "All noise is a function of this.")
+
+
+@dataclass
+class DissolvingOptions:
+    _argument_group_name = "images to dissolve"
+
+    dataset_name: str | None = option(None, "Hub id or local folder, or 'digits' (the default when no data is named).")
+    dataset_config_name: str | None = option(None, "Configuration of the data set, if it has several.")
+    train_data_dir: str | None = option(None, "Folder of images, instead of dataset_name.")
+    image_column: str | None = option(None, "Column with the images; found by itself if there is only one.")
+    cache_dir: str | None = option(None, "Folder for downloaded data (default: that of datasets).")
+    num_images: int = option(4, "Images, evenly spread over the data set.")
+    resolution: int = option(32, "Size of the images; others are resized and cropped at the centre.")
+
+
+@dataclass
+class Options(DissolvingOptions, PictureOptions):
+    """All options of this script."""
+
+
+def parse(arguments: list[str]) -> Options:
+    values = parse_options(
+        (PictureOptions, DissolvingOptions),
+        arguments,
+        description="Draw schedules, timestep samplers and loss weights, or with --run_dir how a run fared.",
+    )
+    options = Options(**values)
+    check_values(options, ["ddpm_num_steps"], lambda steps: steps >= 2, "2 or greater")
+    check_positive(options, ["num_images", "resolution"])
+    check_not_negative(options, ["seed"])
+    known = get_args(get_type_hints(DiffusionOptions)["ddpm_beta_schedule"])
+    for name in options.schedules:
+        if name not in known:
+            raise UserError(f"--schedules {name}: there is no such schedule; there are {', '.join(known)}")
+    return options
+
+
+def make_output_dir(options: Options) -> Path:
+    path = Path(options.output_dir or Path(options.run_dir or "", "figures"))
+    existing = first_existing(path)
+    if not existing.is_dir():
+        raise UserError(f"--output_dir {path}: {existing} is a file, not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"--output_dir {path}: no permission to write in {existing}")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    pictures = draw_run(options) if options.run_dir is not None else draw_diffusion(options)
+    for picture in pictures:
+        print(picture)
+
+
+def draw_diffusion(options: Options) -> list[Path]:
+    """The schedules on images and as curves; every timestep sampler; every loss weighting."""
+    from image_data.sources import DIGITS, load_images
+    from schedulers.ddpm import build_scheduler
+    from visualization.diffusion import build_samplers, draw_betas, draw_samplers, draw_snr, draw_weightings
+    from visualization.dissolving import decode_for_dissolving, dissolving_frames, save_animation
+
+    no_data = options.dataset_name is None and options.train_data_dir is None
+    source = load_images(
+        dataset_name=DIGITS if no_data else options.dataset_name,
+        dataset_config_name=options.dataset_config_name,
+        train_data_dir=options.train_data_dir,
+        image_column=options.image_column,
+        cache_dir=options.cache_dir,
+        max_train_samples=options.num_images,
+    )
+    images = decode_for_dissolving(source, options.resolution)
+    schedulers = {name: build_scheduler(name, options.ddpm_num_steps) for name in options.schedules}
+    folder = make_output_dir(options)
+    return [
+        save_animation(dissolving_frames(images, schedulers, options.seed), folder / "dissolving.gif"),
+        draw_betas(schedulers, folder / "beta.png"),
+        draw_snr(schedulers, folder / "snr.png"),
+        draw_samplers(build_samplers(schedulers), options.seed, folder / "timestep_samplers.png"),
+        draw_weightings(schedulers, folder / "loss_weights.png"),
+    ]
+
+
+def draw_run(options: Options) -> list[Path]:
+    """Which timesteps a run drew, and how it fared on them."""
+    from visualization.run import (
+        EFFECTIVE_SAMPLE_SIZE,
+        draw_densities,
+        draw_effective_sample_size,
+        draw_losses_by_quarter,
+        open_run,
+        read_densities,
+        read_metrics,
+    )
+
+    run = Path(options.run_dir)
+    config = open_run(run)
+    metrics, densities = read_metrics(run), read_densities(run, config)
+    folder = make_output_dir(options)
+    pictures = [draw_losses_by_quarter(metrics, config.ddpm_num_steps, folder / "loss_by_quarter.png")]
+    if densities:
+        pictures.append(draw_densities(densities, config.timestep_sampler, folder / "timestep_density.png"))
+    if any(EFFECTIVE_SAMPLE_SIZE in line for line in metrics):
+        pictures.append(draw_effective_sample_size(metrics, folder / "effective_sample_size.png"))
+    return pictures
+
+
+if __name__ == "__main__":
+    run_script(main)
