@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +10,6 @@ import matplotlib
 
 matplotlib.use("agg")
 from matplotlib.figure import Figure  # noqa: E402
-
-from common.files import write_atomically  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 RESIZED_AHEAD = 2  # batches
 WORTH_TIMING = 500  # images
+WORTH_COMPILING = 2000  # images, by which a minute of compiling is won back
 
 
 @dataclass
@@ -46,15 +47,18 @@ def extract(
     count: int,
     batch_size: int,
     processes: Processes,
-    description: str,
+    description: str | None,
 ) -> list[Features]:
     """Features of all images in every network, from this process's share of them.
 
     The share is any part of the `count` images, in batches of at most `batch_size`; together the processes have all.
+    Without a description there is no bar: then the images come from something that shows its own.
     """
     passes = [_Pass(network, batch_size, processes.device) for network in networks]
     share = -(-count // processes.count)
-    bar = progress_bar(total=share, desc=description, unit="images", disable=not processes.is_local_main)
+    bar = progress_bar(
+        total=share, desc=description, unit="images", disable=description is None or not processes.is_local_main
+    )
     with bar, torch.inference_mode():
         for indices, *inputs in _resized_ahead(networks, batches, processes):
             for one, pixels in zip(passes, inputs, strict=True):
@@ -65,6 +69,13 @@ def extract(
         if features.count != count:
             raise UserError(f"{features.count} images came where {count} were wanted")
     return results
+
+
+def compile_networks(networks: list[FeatureNetwork], count: int) -> None:
+    """Compile where there are images enough. All modes share one network."""
+    if count >= WORTH_COMPILING:
+        for network in {id(one.network): one.network for one in networks}.values():
+            network.compile()
 
 
 def announce_speed(

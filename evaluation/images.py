@@ -6,7 +6,7 @@ import hashlib
 import io
 import logging
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
 SAMPLED_FOR_COLOUR = 64
+SAMPLES = "samples.json"  # what generate.py describes a folder with
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # which images of the set, and the images, uint8 [n, 3, height, width]
 
@@ -76,21 +77,34 @@ class EncodedImages:
 
     def __init__(self, files: ImageFiles, resolution: int | None = None, channels: int = 3):
         self.files = files
+        self.rows: Sequence[int] = range(len(files))  # those of the files that are images
         self.name, self.split, self.fingerprint = files.name, getattr(files, "split", None), files.fingerprint
         self.resolution = resolution
         self.channels = 1 if channels == 1 else 3  # transparency is laid over white
         self.size = (resolution, resolution) if resolution else self._size_of(0)
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.rows)
+
+    def without_bad(self, num_workers: int) -> EncodedImages:
+        """Leave out what cannot be decoded; to know, all of it is decoded once."""
+        self.rows, bad = range(len(self.files)), []
+        parts = torch.arange(len(self.files)).split(64)
+        for part, outcomes in zip(parts, load_in_workers(_Decodable(self), parts, num_workers), strict=True):
+            bad += [row for row, decodable in zip(part.tolist(), outcomes, strict=True) if not decodable]
+        if len(bad) == len(self.files):
+            raise UserError(f"none of the {len(bad)} images of {self.name} can be decoded")
+        for row in bad:
+            logger.warning("%s cannot be decoded and is left out", self.files.describe(row))
+        self.rows = sorted(set(self.rows) - set(bad))
+        return self
 
     def pixels(self, index: int) -> np.ndarray:
         """An image as uint8 [3, height, width]."""
-        where = self.files.describe(index)
+        row = self.rows[index]
+        where = self.files.describe(row)
         try:
-            data = self.files.read(index)
-            size = self.size if self.resolution else _size(data)
-            image = decode_image(data, self.channels, min(size), center_crop=self.resolution is not None)
+            image = self.decode(row)
         except UndecodableImage as error:
             raise UserError(f"cannot decode {where}: {error}; repair or remove this image") from error
         if image.shape[1:] != self.size:
@@ -100,9 +114,16 @@ class EncodedImages:
             )
         return np.broadcast_to(image, (3, *self.size))
 
+    def decode(self, row: int) -> np.ndarray:
+        data = self.files.read(row)
+        size = self.size if self.resolution else _size(data)
+        return decode_image(data, self.channels, min(size), center_crop=self.resolution is not None)
+
     def is_grey(self) -> bool:
         """Whether the images are without colour, judged by an even sample."""
-        return self.channels == 1 or all(_is_grey(self.files, index) for index in spread(len(self), SAMPLED_FOR_COLOUR))
+        return self.channels == 1 or all(
+            _is_grey(self.files, index) for index in spread(len(self.files), SAMPLED_FOR_COLOUR)
+        )
 
     def _size_of(self, index: int) -> tuple[int, int]:
         try:
@@ -132,7 +153,8 @@ class ArrayImages:
             raise UserError(f"{path} cannot be read as an npz file: {error}") from error
         if images.dtype != np.uint8 or images.ndim not in (3, 4):
             raise UserError(
-                f"{path}: {names[0]} is {images.dtype} {list(images.shape)}; uint8 [n, height, width, channels] is needed"
+                f"{path}: {names[0]} is {images.dtype} {list(images.shape)}; "
+                "uint8 [n, height, width, channels] is needed"
             )
         images = images[..., None] if images.ndim == 3 else images
         if images.shape[3] not in (1, 3, 4) and images.shape[1] in (1, 3, 4):
@@ -169,10 +191,16 @@ def open_images(path: str, flag: str, resolution: int | None = None) -> ImageSet
         images = ArrayImages(found)
         if resolution is not None and images.size != (resolution, resolution):
             raise UserError(
-                f"{flag} {path} holds images of {images.size[1]}x{images.size[0]} pixels where {resolution}x{resolution} "
-                f"are needed; an npz file is taken as it is"
+                f"{flag} {path} holds images of {images.size[1]}x{images.size[0]} pixels where "
+                f"{resolution}x{resolution} are needed; an npz file is taken as it is"
             )
         return images
+    if (found / SAMPLES).is_file():
+        # generate.py's folder also holds grids, which are pictures but no samples.
+        parts = [found / name for name in ("images", "samples.npz", "data") if (found / name).exists()]
+        if not parts:
+            raise UserError(f"{flag} {path}: there are no images in this folder yet; generate.py makes them")
+        return open_images(str(parts[0]), flag, resolution)
     if any(found.rglob("*.parquet")) or (found / "dataset_info.json").exists() or (found / "state.json").exists():
         return EncodedImages(load_images(dataset_name=str(found)), resolution)
     files = FolderFiles(found)
@@ -210,6 +238,21 @@ class _Decoded(Dataset):
             return np.stack([self.images.pixels(index) for index in part.tolist()])
         except UserError as error:
             return error  # raised in a worker, it would arrive wrapped in a traceback
+
+
+class _Decodable(Dataset):
+    def __init__(self, images: EncodedImages) -> None:
+        self.images = images
+
+    def __getitem__(self, rows: torch.Tensor) -> list[bool]:
+        return [self._is_decodable(row) for row in rows.tolist()]
+
+    def _is_decodable(self, row: int) -> bool:
+        try:
+            self.images.decode(row)
+        except UndecodableImage:
+            return False
+        return True
 
 
 def _size(data: bytes) -> tuple[int, int]:

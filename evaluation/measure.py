@@ -39,11 +39,9 @@ def measure(
     return {network.column(name, generated.count): value for name, value in metrics.items()}
 
 
-def columns_of(network: FeatureNetwork, count: int, reference_has_features: bool) -> list[str]:
+def columns_of(network: FeatureNetwork, count: int, reference: Statistics) -> list[str]:
     """The names under which `measure` will file what it finds."""
-    names = ["fid"]
-    if network.name == "inception":
-        names += ["is", "is_std"] * network.has_logits
-    if reference_has_features:
-        names += ["sfid"] * (network.name == "inception") + ["kid", "kid_std", *NEIGHBOUR_METRICS]
+    names = ["fid"] + ["sfid"] * (reference.spatial is not None) + ["is", "is_std"] * network.has_logits
+    if reference.features is not None:
+        names += ["kid", "kid_std", *NEIGHBOUR_METRICS]
     return [network.column(name, count) for name in names]

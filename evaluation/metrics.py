@@ -14,7 +14,6 @@ import torch
 SCORE_SPLITS = 10
 KERNEL_SUBSETS, KERNEL_SUBSET_SIZE = 100, 1000
 PRECISION_NEIGHBOURS, COVERAGE_NEIGHBOURS = 3, 5
-FEWEST_IMAGES = 10  # below this the splits of the Inception Score are empty and neighbours run out
 DISTANCES_AT_ONCE = 2**25  # 256 MB
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +17,11 @@ from common.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
+    from evaluation.options import EvaluationOptions
+
 logger = logging.getLogger(__name__)
 
-HEADLINE = "legacy_tensorflow"
-MODES = (HEADLINE, "clean", "legacy_pytorch")
+HEADLINE = "legacy_tensorflow"  # the mode of published numbers
 PUBLISHED = {"dinov2": "facebook/dinov2-large", "clip": "openai/clip-vit-base-patch32"}
 VGG16_SIZE = 224
 # Their authors measured them on VGG16, so that with Inception they carry its name.
@@ -42,6 +43,10 @@ class FeatureNetwork:
     resize: Callable[[np.ndarray], np.ndarray] | None = None  # uint8 [height, width, 3] to float32
     precision: torch.dtype = torch.float32
 
+    @property
+    def has_logits(self) -> bool:
+        return getattr(self.network, "fc", None) is not None
+
     def compute(self, images: torch.Tensor) -> Outputs:
         """Features of images [n, 3, height, width] with values of 0..255, in float32."""
         inputs = self.scale(images.float()).contiguous(memory_format=torch.channels_last)
@@ -58,21 +63,23 @@ class FeatureNetwork:
         return f"{named}@{count}" if self.mode == HEADLINE else f"{named}_{self.mode}@{count}"
 
 
-def load_networks(
-    features: str, modes: list[str], inception_weights: str | None, cache_dir: Path, device: torch.device
-) -> list[FeatureNetwork]:
+def load_networks(options: EvaluationOptions, cache_dir: Path, device: torch.device) -> list[FeatureNetwork]:
     """What `--features` names, once for each mode in which it is to see the images."""
-    if features == "inception":
-        return inception_networks(modes, inception_weights, cache_dir, device)
-    path = Path(features).expanduser()
-    if path.is_file():
-        return [vgg16_network(path, device)]
-    if features in PUBLISHED or path.is_dir():
-        return [transformers_network(features, device)]
-    raise UserError(
-        f"--features {features}: neither inception, {', '.join(PUBLISHED)}, nor a folder with a vision model of "
-        f"transformers, nor a file with VGG16's weights"
-    )
+    path = Path(options.features).expanduser()
+    if options.features == "inception":
+        networks = inception_networks(options.modes, options.inception_weights, cache_dir, device)
+    elif path.is_file():
+        networks = [vgg16_network(path, device)]
+    elif options.features in PUBLISHED or path.is_dir():
+        networks = [transformers_network(options.features, device)]
+    else:
+        raise UserError(
+            f"--features {options.features}: neither inception, {', '.join(PUBLISHED)}, nor a folder with a vision "
+            f"model of transformers, nor a file with VGG16's weights"
+        )
+    if options.mixed_precision == "bf16":
+        networks = [replace(network, precision=torch.bfloat16) for network in networks]
+    return networks
 
 
 def inception_networks(

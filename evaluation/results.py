@@ -29,10 +29,10 @@ class Measured:
 
     step: int | None
     train_seconds: float | None
-    weights: str  # ema, raw, pipeline, or images when all that is known are the images
-    sampler: str
+    weights: str | None  # ema, raw or pipeline
+    sampler: str | None
     steps: int | None  # of denoising
-    settings: str  # what else makes the sampler another one
+    settings: str | None  # what else makes the sampler another one
     num_images: int
     images: str  # the checkpoint's or folder's name
     sha256: str  # of the weights, or of the images where there are no weights
@@ -111,11 +111,12 @@ def log_to_tensorboard(logs: Path, step: int, metrics: dict[str, float]) -> None
 
 def describe_result(measured: Measured, metrics: dict[str, float]) -> str:
     """One measurement for a person: what it is of, and a line for every metric."""
-    trained = [] if measured.step is None else [f"step {measured.step}"]
-    method = f"{measured.sampler} {measured.settings}, {measured.steps} steps" if measured.steps else measured.sampler
-    what = [measured.images, *trained, f"weights={measured.weights}", method, f"{measured.num_images} images"]
-    lines = [", ".join(part for part in what if part), f"against {measured.reference}"]
-    width = max((len(name) for name in metrics), default=0)
+    what = [measured.images]
+    if measured.sampler is not None:
+        method = " ".join(filter(None, [measured.sampler, f"{measured.steps} steps", measured.settings]))
+        what += [f"weights={measured.weights}", method]
+    lines = [", ".join([*what, f"{measured.num_images} images"]), f"against {measured.reference}"]
+    width = max(map(len, metrics))
     for name, value in metrics.items():
         if "_std@" in name:
             continue
@@ -132,9 +133,7 @@ def describe_rows(rows: list[Row], count: int) -> str:
     names = [name for name in metric_columns(rows) if name.endswith(f"@{count}") and "_std@" not in name]
     shown = [row for row in rows if row["num_images"] == count]
     header = ["step", "train_seconds", "weights", "sampler", "steps", *names]
-    lines = [header]
-    for row in shown:
-        lines.append([_cell(row.get(name)) for name in header])
+    lines = [header, *([_cell(row.get(name)) for name in header] for row in shown)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 

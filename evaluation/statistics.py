@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import zipfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,14 +85,19 @@ def reference_statistics(
     num_workers: int,
     processes: Processes,
     cache_dir: Path,
+    before: Callable[[], None],
 ) -> list[Statistics]:
-    """Statistics of all the images in every network, from the cache where they are there."""
+    """Statistics of all the images in every network, from the cache where they are there; on the main process.
+
+    `before` is called when there is something to compute.
+    """
     wanted = [identity_of(images, network) for network in networks]
     found = [_from_cache(identity, cache_dir) for identity in wanted] if processes.is_main else []
     # The main process has looked: a file may come or go in between.
     missing = processes.collect([one is None for one in found])[0]
     todo = [network for network, absent in zip(networks, missing, strict=True) if absent]
     if todo:
+        before()
         share = torch.arange(processes.index, len(images), processes.count)
         batches = batches_of(images, share, batch_size, num_workers)
         made = iter(extract(todo, batches, len(images), batch_size, processes, f"Reference {images.name}"))
@@ -213,6 +219,6 @@ def _from_cache(identity: Identity, cache_dir: Path) -> Statistics | None:
     with contextlib.suppress(OSError, SafetensorError, KeyError, TypeError, ValueError):
         statistics = load_statistics(path)
         if statistics.identity == identity:
-            logger.info("Reference: %s (%s), from %s", identity.describe(), identity.mode, path)
+            logger.info("The reference's statistics (%s) are in %s", identity.mode, path)
             return statistics
     return None
