@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIRST = 25
-TARGETS = 5
 LABELS = {"fid": "FID", "is": "Inception Score", "kid": "KID"}
 # What makes two rows points of one line, besides the number of images.
 METHOD = ("weights", "sampler", "steps", "settings", "reference", "precision")
@@ -95,7 +94,9 @@ def published_for(rows: list[Row], metric: str) -> dict[str, float]:
     return {}
 
 
-def draw(lines: dict[str, Line], metric: str, against: str, published: dict[str, float]) -> Figure:
+def draw(
+    lines: dict[str, Line], metric: str, against: str, published: dict[str, float], title: str | None = None
+) -> Figure:
     figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     for label, line in lines.items():
@@ -105,6 +106,8 @@ def draw(lines: dict[str, Line], metric: str, against: str, published: dict[str,
         axes.axhline(value, color="0.45", linewidth=1, linestyle=(0, (4, 2 + 2 * number)), label=f"{label}: {value}")
     axes.set_xlabel("training step" if against == "step" else "seconds of training")
     axes.set_ylabel(LABELS[metric])
+    if title is not None:
+        axes.set_title(title, fontsize=8, color="0.35", loc="left")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)

@@ -142,7 +142,10 @@ class _Pass:
         self._last: dict[str, torch.Tensor] = {}
 
     def add(self, indices: torch.Tensor, images: torch.Tensor) -> None:
-        outputs = self.network.compute(_padded(images, self.batch_size))
+        padded = _padded(images, self.batch_size)
+        outputs = self.network.compute(padded)
+        if self.network.precision != torch.float32 and not self.indices:
+            self._say_error(padded, outputs["features"])
         outputs = {name: output[: len(images)] for name, output in outputs.items()}
         for name in outputs.keys() & {"features", "spatial"}:
             values = outputs[name].to(self.summing, torch.float64)
@@ -154,6 +157,15 @@ class _Pass:
         self._keep()
         self._last = {name: output for name, output in outputs.items() if name != "spatial"}
         self.indices.append(indices)
+
+    def _say_error(self, images: torch.Tensor, features: torch.Tensor) -> None:
+        exact = self.network.compute(images, torch.float32)["features"]
+        error = (features - exact).norm() / exact.norm()
+        logger.info(
+            "Features in %s differ from those in float32 by %.2g of their norm (first batch)",
+            str(self.network.precision).removeprefix("torch."),
+            error,
+        )
 
     def _keep(self) -> None:
         for name, output in self._last.items():

@@ -47,10 +47,11 @@ class FeatureNetwork:
     def has_logits(self) -> bool:
         return getattr(self.network, "fc", None) is not None
 
-    def compute(self, images: torch.Tensor) -> Outputs:
+    def compute(self, images: torch.Tensor, precision: torch.dtype | None = None) -> Outputs:
         """Features of images [n, 3, height, width] with values of 0..255, in float32."""
+        precision = precision or self.precision
         inputs = self.scale(images.float()).contiguous(memory_format=torch.channels_last)
-        with torch.autocast(images.device.type, self.precision, enabled=self.precision != torch.float32):
+        with torch.autocast(images.device.type, precision, enabled=precision != torch.float32):
             outputs = self.network(inputs)
         return {name: output.float() for name, output in outputs.items()}
 

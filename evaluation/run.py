@@ -12,22 +12,28 @@ from typing import TYPE_CHECKING
 import torch
 import yaml
 
+from common import interruption
 from common.checkpoints import WEIGHTS, checkpoints
 from common.errors import UserError
 from common.files import sha256
 from evaluation.images import EncodedImages, as_rgb
 from evaluation.results import Measured
-from generation.engine import Job, Pace, choose_batch_size, divide, generate_images
-from generation.models import CONFIG, METRICS, PIPELINE, SavedModel, find_models
+from generation.engine import Job, Pace, choose_batch_size, generate, generate_images
+from generation.models import CONFIG, METRICS, PIPELINE, SavedModel, check_conditions, find_models, output_folder
+from generation.options import GenerationOptions, seeds_in_grid
+from generation.output import open_collections, read_record
+from generation.pictures import draw_pictures
 from image_data.sources import load_images
 
 if TYPE_CHECKING:
     from common.processes import Processes
-    from evaluation.images import Batch
+    from evaluation.images import Batch, ImageSet
     from evaluation.options import EvaluationOptions
     from schedulers.sampling import SamplingMethod
 
 logger = logging.getLogger(__name__)
+
+METHOD_SETTINGS = ("sampler", "num_inference_steps", "skip_schedule", "eta", "variance_type")
 
 
 def models_of(run_dir: str, steps: list[str], weights: str | None) -> list[SavedModel]:
@@ -39,6 +45,8 @@ def models_of(run_dir: str, steps: list[str], weights: str | None) -> list[Saved
         models = find_models(run_dir, steps, weights)
         return [_at_last_step(model) for model in models]
     models = find_models(run_dir, steps or ["all"], weights)
+    for model in models:
+        check_conditions(model, class_labels=[], prompt=None)
     if not steps and weights != "raw" and (run / PIPELINE).is_file():
         models += _pipeline_beside(run, models)
     return models
@@ -80,20 +88,88 @@ def training_images(run_dir: str, options: EvaluationOptions, num_workers: int) 
 
 
 def measured_of(model: SavedModel, method: SamplingMethod, num_images: int, reference: str, precision: str) -> Measured:
-    rest = {name: value for name, value in method.settings.items() if name not in ("sampler", "num_inference_steps")}
     return Measured(
         step=model.step,
         train_seconds=model.train_seconds,
         weights=model.weights,
-        sampler=str(method.settings["sampler"]),
-        steps=method.settings["num_inference_steps"],
-        settings=" ".join(f"{name}={value}" for name, value in rest.items()),
         num_images=num_images,
         images=model.name,
         sha256=model.sha256,
         reference=reference,
         precision=precision,
+        **_named_settings(method.settings),
     )
+
+
+def measured_images(named: str, images: ImageSet, num_images: int, reference: str, precision: str) -> Measured:
+    """What is known of a set of images; of a folder of generate.py's that is much."""
+    record = read_record(Path(named).expanduser()) if Path(named).expanduser().is_dir() else None
+    nothing = {"sampler": None, "steps": None, "settings": None}
+    return Measured(
+        step=record and record["step"],
+        train_seconds=record and record["train_seconds"],
+        weights=record and record["weights"],
+        num_images=num_images,
+        images=Path(named).name if record else images.name,
+        sha256=record["sha256"] if record else images.fingerprint,
+        reference=reference,
+        precision=precision,
+        **(_named_settings({name: record[name] for name in METHOD_SETTINGS}) if record else nothing),
+    )
+
+
+def _named_settings(settings: dict[str, object]) -> dict[str, object]:
+    """The columns of a sampling method: its name, its steps, and what else was set."""
+    rest = {name: value for name, value in settings.items() if name in METHOD_SETTINGS[2:] and value is not None}
+    return {
+        "sampler": settings["sampler"],
+        "steps": settings["num_inference_steps"],
+        "settings": " ".join(f"{name}={value}" for name, value in rest.items()) or None,
+    }
+
+
+def kept_images(model: SavedModel, method: SamplingMethod, num_images: int, precision: str) -> Path | None:
+    """The folder with images of this model and method that generate.py or an evaluation kept, if there are enough."""
+    folder = output_folder(model, method, precision)
+    record = read_record(folder)
+    if record is None or not record["complete"] or record["sha256"] != model.sha256:
+        return None
+    same_method = all(record[name] == value for name, value in method.settings.items())
+    first, _, last = record["seeds"].partition(",")[0].partition("-")
+    return folder if same_method and first == "0" and int(last or 0) + 1 >= num_images else None
+
+
+def keep_images(
+    model: SavedModel,
+    method: SamplingMethod,
+    num_images: int,
+    batch_size: int | None,
+    precision: str,
+    processes: Processes,
+) -> Path:
+    """Generate images into the folder that generate.py would choose, as it would: with samples.json and a grid."""
+    folder, seeds = output_folder(model, method, precision), list(range(num_images))
+    options = GenerationOptions(batch_size=batch_size)
+    how = {"precision": precision, "allow_tf32": False, "channels_last": _channels_last(precision, processes)}
+    with interruption.deferred():
+        (collection,), batch_size = open_collections(
+            [Job(model, method)],
+            [folder],
+            seeds,
+            seeds_in_grid(options, seeds),
+            options,
+            {**how, "compile": False},
+            processes,
+        )
+        pace = Pace(batch_size, how["channels_last"])
+        with collection.writer:
+            for _, batch, images in generate([collection.job], processes, pace):
+                collection.add(batch, images)
+            shown = collection.finish(processes)
+    if processes.is_main:
+        draw_pictures(options, collection.job, processes, pace, shown, folder)
+    processes.wait()
+    return folder
 
 
 def generated_batches(
@@ -102,14 +178,20 @@ def generated_batches(
     num_images: int,
     batch_size: int | None,
     feature_batch_size: int,
+    precision: str,
     processes: Processes,
 ) -> Iterator[Batch]:
     """Images of the seeds 0 .. num_images - 1, straight from the network; this process's share of them."""
-    seeds = range(num_images)
     if batch_size is None:
-        batch_size = choose_batch_size(Job(model, method, divide(seeds, 1)), processes, num_images)
-    images = generate_images(model, method, seeds, processes, Pace(batch_size))
+        batch_size = choose_batch_size(Job(model, method), processes, num_images)
+    pace = Pace(batch_size, _channels_last(precision, processes))
+    images = generate_images(model, method, range(num_images), processes, pace)
     return _in_batches(((torch.tensor(batch), as_rgb(pixels)) for batch, pixels in images), feature_batch_size)
+
+
+def _channels_last(precision: str, processes: Processes) -> bool:
+    """As generate.py decides it, so that the images are the same."""
+    return processes.device.type == "cuda" and precision != "no"
 
 
 def _in_batches(batches: Iterable[Batch], size: int) -> Iterator[Batch]:

@@ -29,7 +29,15 @@ from evaluation.results import (
     log_to_tensorboard,
     read_results,
 )
-from evaluation.run import generated_batches, measured_of, models_of, training_images
+from evaluation.run import (
+    generated_batches,
+    keep_images,
+    kept_images,
+    measured_images,
+    measured_of,
+    models_of,
+    training_images,
+)
 from evaluation.statistics import Statistics, named_statistics, reference_statistics, save_statistics
 from generation.models import CONFIG
 from generation.options import build_method
@@ -41,6 +49,8 @@ if TYPE_CHECKING:
     from evaluation.images import Batch
     from evaluation.networks import FeatureNetwork
     from evaluation.options import EvaluationOptions
+    from generation.models import SavedModel
+    from schedulers.sampling import SamplingMethod
 
 logger = logging.getLogger(__name__)
 
@@ -76,31 +86,19 @@ class Session:
         reference = self._reference(images.size, images.is_grey())
         measured = None
         if self.processes.is_main:
-            measured = Measured(
-                step=None,
-                train_seconds=None,
-                weights=None,
-                sampler=None,
-                steps=None,
-                settings=None,
-                num_images=count,
-                images=images.name,
-                sha256=images.fingerprint,
-                reference=reference[0].identity.describe(),
-                precision=options.mixed_precision,
-            )
+            description = reference[0].identity.describe()
+            measured = measured_images(options.generated, images, count, description, options.mixed_precision)
         self._prepare(count, images.size)
-        share = torch.arange(self.processes.index, count, self.processes.count)
-        batches = batches_of(images, share, options.feature_batch_size, self.num_workers)
         output_dir = Path(options.output_dir) if options.output_dir else None
-        self._measure(measured, batches, count, reference, output_dir, images.name)
+        self._measure(measured, count, self._batches_of(images, count), images.name, reference, output_dir)
 
     def measure_run(self) -> None:
         """Every checkpoint of a run that has not been measured in this way."""
         options, processes = self.options, self.processes
         run_dir = Path(options.run_dir).expanduser()
         output_dir = Path(options.output_dir) if options.output_dir else run_dir
-        models = models_of(options.run_dir, options.checkpoints, options.weights)
+        models = models_of(options.run_dir, options.checkpoints, options.weights) if processes.is_main else None
+        models = processes.collect(models)[0]
         count = DEFAULT_IMAGES if options.num_images is None else options.num_images
         channels, *size = models[0].shape
         reference = self._reference(tuple(size), is_grey=channels == 1)
@@ -123,10 +121,7 @@ class Session:
             logger.info("%s (%d of %d), weights=%s", model.name, number, len(models), model.weights)
             self._prepare(count, tuple(size))
             try:
-                batches = generated_batches(
-                    model, method, count, options.batch_size, options.feature_batch_size, processes
-                )
-                metrics = self._measure(measured, batches, count, reference, output_dir, None)
+                metrics = self._measure(measured, count, *self._images_of(model, method, count), reference, output_dir)
             except interruption.Interrupted as stop:
                 raise interruption.Interrupted(
                     f"{str(stop).partition(':')[0]}: stopped at {model.name}; the ones before it are in "
@@ -214,18 +209,38 @@ class Session:
                 compile_networks(self.networks, count)
             announce_speed(self.networks, size, self.options.feature_batch_size, count, self.processes)
 
+    def _images_of(self, model: SavedModel, method: SamplingMethod, count: int) -> tuple[Iterable[Batch], str | None]:
+        """Images of a checkpoint, kept or made now, and a name for the bar unless they come with their own."""
+        options, processes = self.options, self.processes
+        precision = options.mixed_precision
+        kept = processes.collect(kept_images(model, method, count, precision) if processes.is_main else None)[0]
+        if kept is None and options.keep_images:
+            kept = keep_images(model, method, count, options.batch_size, precision, processes)
+        if kept is not None:
+            logger.info("Its images are in %s", kept)
+            return self._batches_of(open_images(str(kept), "--run_dir"), count), model.name
+        batches = generated_batches(
+            model, method, count, options.batch_size, options.feature_batch_size, precision, processes
+        )
+        return batches, None
+
+    def _batches_of(self, images: ImageSet, count: int) -> Iterable[Batch]:
+        """This process's share of the first images of a set."""
+        share = torch.arange(self.processes.index, count, self.processes.count)
+        return batches_of(images, share, self.options.feature_batch_size, self.num_workers)
+
     def _measure(
         self,
         measured: Measured | None,
-        batches: Iterable[Batch],
         count: int,
+        batches: Iterable[Batch],
+        description: str | None,
         reference: list[Statistics],
         output_dir: Path | None,
-        description: str | None,
     ) -> dict[str, float]:
         """One pass over the images, all metrics from it, and a row of the table; on the main process."""
-        processes = self.processes
-        extracted = extract(self.networks, batches, count, self.options.feature_batch_size, processes, description)
+        processes, batch_size = self.processes, self.options.feature_batch_size
+        extracted = extract(self.networks, batches, count, batch_size, processes, description)
         metrics: dict[str, float] = {}
         if processes.is_main:
             for network, features, statistics in zip(self.networks, extracted, reference, strict=True):
