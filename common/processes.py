@@ -75,6 +75,27 @@ class Processes:
             dist.all_gather_object(items, item, group=self._patient)
         return items
 
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the processes of a tensor on the CPU, on every process."""
+        if self.count == 1:
+            return tensor
+        total = tensor.clone()
+        with self.noticing_loss():
+            dist.all_reduce(total, group=self._patient)
+        return total
+
+    def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """All processes' rows of a tensor on the CPU, on the main process; the others are left with none."""
+        if self.count == 1:
+            return rows
+        counts = self.collect(len(rows))
+        # Collectives want one size.
+        filled = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])])
+        parts = [torch.empty_like(filled) for _ in counts] if self.is_main else None
+        with self.noticing_loss():
+            dist.gather(filled, parts, group=self._patient)
+        return torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)]) if self.is_main else rows[:0]
+
     def wait(self) -> None:
         if self.count > 1:
             with self.noticing_loss():

@@ -6,6 +6,7 @@ warning that names the folder the run is safe in and the command that pushes it 
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import re
@@ -55,6 +56,9 @@ UPLOADED = [
 # The Hub matches a whole path with fnmatch, whose * crosses slashes: these hold the two patterns above to one folder.
 NOT_UPLOADED = ["*/*_vs_*.png", "samples/*/*"]
 
+# The results stand between these two headings of the card.
+EVALUATION, AFTER_EVALUATION = "## Evaluation", "## Repeat this run"
+
 TIMEOUT = 120.0  # seconds without a byte; the Hub's client waits for ever by itself
 FIRST_WAIT = 2.0  # seconds, doubled after every attempt
 PATIENCE = 600.0  # seconds after which no attempt is begun: the upload of large files retries for minutes by itself
@@ -85,7 +89,8 @@ def write_model_card(
         f"## Usage\n\n{usage(repo_id, num_inference_steps)}",
         f"## Hyper-parameters\n\n{table('parameter', hyper_parameters)}",
         f"## Metrics\n\n{table('metric', metrics)}" if metrics else "",
-        "## Repeat this run\n\n```bash\n"
+        evaluation_section(output_dir),
+        f"{AFTER_EVALUATION}\n\n```bash\n"
         "python train_unconditional.py --config THIS_FOLDER/config.yaml --output_dir ANOTHER_FOLDER\n```",
     ]
     body = "\n\n".join(section for section in sections if section)
@@ -93,6 +98,33 @@ def write_model_card(
     path = output_dir / "README.md"
     write_atomically(path, str(ModelCard(content)))
     return path
+
+
+def evaluation_section(output_dir: Path) -> str:
+    """The best of every metric that evaluate.py has found for this run, with its curve; nothing if it has not run."""
+    path = output_dir / "best_scores.csv"
+    if not path.exists():
+        return ""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = ("metric", "best", "step", "weights", "sampler", "steps")
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for row in rows:
+        row["best"] = f"{float(row['best']):.5g}"
+        lines.append("| " + " | ".join(cell(row[name]) for name in columns) + " |")
+    curve = "\n\n![FID](FID_vs_TrainingSteps.png)" if (output_dir / "FID_vs_TrainingSteps.png").exists() else ""
+    return "\n".join([EVALUATION, "", *lines]) + curve
+
+
+def update_evaluation(output_dir: Path) -> None:
+    """Put the results into the card of a run, if it has one."""
+    card, section = output_dir / "README.md", evaluation_section(output_dir)
+    if not card.is_file() or not section:
+        return
+    before, separator, after = card.read_text(encoding="utf-8").partition(AFTER_EVALUATION)
+    if separator:
+        before = before.partition(EVALUATION)[0]
+        write_atomically(card, f"{before}{section}\n\n{separator}{after}")
 
 
 def hub_datasets(dataset_name: str) -> list[str] | None:

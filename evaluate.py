@@ -1,0 +1,52 @@
+#!/usr/bin/env python
+"""Measure images as papers do: FID, KID, Inception Score, precision and recall, in one pass of one network.
+
+python evaluate.py --run_dir runs/demo --num_images 1000
+python evaluate.py --generated samples --dataset_name uoft-cs/cifar10 --output_dir results
+accelerate launch --num_processes 4 evaluate.py --run_dir runs/cifar10 --num_images 50000
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+from common.errors import run_script
+from common.files import default_cache_dir
+from common.launch import honour_requested_processes
+from evaluation.options import parse_evaluation
+
+logger = logging.getLogger("evaluate")
+
+
+def main() -> None:
+    options = parse_evaluation(sys.argv[1:])
+    if options.compare:
+        from evaluation.comparison import compare_runs
+
+        compare_runs(options.compare, Path(options.output_dir or "comparison"))
+        return
+    honour_requested_processes()
+
+    # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
+    from common.processes import start_processes
+    from evaluation.networks import load_networks
+    from evaluation.session import Session
+
+    processes = start_processes(options.mixed_precision, allow_tf32=False)
+    cache_dir = Path(options.cache_dir or default_cache_dir())
+    with processes.main_first():
+        networks = load_networks(options, cache_dir, processes.device)
+
+    # Images against real ones, or every checkpoint of a run against what it was trained on.
+    session = Session(options, networks, cache_dir, processes)
+    if options.run_dir:
+        session.measure_run()
+    elif options.generated:
+        session.measure_images()
+    else:
+        session.save_statistics()
+    processes.finish()
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,127 @@
+"""Several runs in one plot, and how long each took to the same FID."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from pathlib import Path
+
+from common.errors import UserError
+from common.files import write_atomically
+from evaluation.curves import METHOD, Line, draw, save
+from evaluation.results import RESULTS, Row, read_results
+
+LEVELS = 5
+TIMES = "time_to_fid.csv"
+
+
+def compare_runs(runs: list[str], output_dir: Path) -> None:
+    """Draw the runs' FID together and print the time to each of some levels that all of them reach."""
+    tables = {}
+    for run in runs:
+        rows = [row for row in read_results(Path(run)) if row["step"] is not None]
+        if not rows:
+            raise UserError(f"--compare {run}: there are no measured checkpoints ({RESULTS}); measure it first")
+        name = Path(run).resolve().name
+        tables[name if name not in tables else run] = rows
+    if len(tables) < len(runs):
+        raise UserError(f"--compare {' '.join(runs)}: one run is named twice")
+    key = common_key(tables)
+    metric = key[0]
+    by_seconds = {name: line_of(rows, key, "train_seconds") for name, rows in tables.items()}
+    by_step = {name: line_of(rows, key, "step") for name, rows in tables.items()}
+    output_dir.mkdir(parents=True, exist_ok=True)
+    title = ", ".join([metric, *(str(part) for part in key[1:] if part not in (None, "no"))])
+    for lines, against, name in (
+        (by_seconds, "train_seconds", "FID_vs_TrainingSeconds.png"),
+        (by_step, "step", "FID_vs_TrainingSteps.png"),
+    ):
+        print(save(draw(lines, "fid", against, {}, title), output_dir / name))
+    table = times_to_fid(by_seconds)
+    write_atomically(output_dir / TIMES, _as_csv(table))
+    print(
+        f"\n{title}\n\n{_as_text(table)}\n\nSeconds of training until the line between two checkpoints first crosses."
+    )
+
+
+def common_key(tables: dict[str, list[Row]]) -> tuple:
+    """FID with the number of images and the method that all runs were measured with; the most images if several."""
+    keys = [
+        {
+            (name, *(row[part] for part in METHOD))
+            for row in rows
+            for name, value in row.items()
+            if name.startswith("fid@") and value is not None and row["train_seconds"] is not None
+        }
+        for rows in tables.values()
+    ]
+    shared = set.intersection(*keys)
+    if not shared:
+        had = "; ".join(
+            f"{run}: {' and '.join(sorted(_describe(key) for key in found))}"
+            for run, found in zip(tables, keys, strict=True)
+        )
+        raise UserError(
+            f"--compare: no number of images, sampler and reference that all runs were measured with ({had})"
+        )
+    return max(shared, key=lambda key: (int(key[0].partition("@")[2]), str(key)))
+
+
+def _describe(key: tuple) -> str:
+    return " ".join(str(part) for part in key if part is not None)
+
+
+def line_of(rows: list[Row], key: tuple, against: str) -> Line:
+    metric = key[0]
+    return sorted(
+        (row[against], row[metric])
+        for row in rows
+        if row.get(metric) is not None and tuple(row[part] for part in METHOD) == key[1:]
+    )
+
+
+def times_to_fid(lines: dict[str, Line]) -> list[dict[str, float]]:
+    """For levels from where the last run begins to what all of them reach: the seconds of each, and how many times
+    as fast it is as the first run."""
+    reached = max(min(value for _, value in line) for line in lines.values())
+    begun = min(line[0][1] for line in lines.values())
+    levels = [reached]
+    if begun > reached > 0:
+        step = math.log(begun / reached) / LEVELS
+        levels = [reached * math.exp(step * number) for number in range(LEVELS - 1, -1, -1)]
+    table = []
+    for level in levels:
+        seconds = {name: time_to(line, level) for name, line in lines.items()}
+        first = next(iter(seconds.values()))
+        row = {"fid": level} | {f"{name} seconds": value for name, value in seconds.items()}
+        rest = list(seconds)[1:]
+        table.append(row | {f"{name} speed-up": first / seconds[name] for name in rest if seconds[name]})
+    return table
+
+
+def time_to(line: Line, level: float) -> float:
+    """Where a line first comes down to a level, straight between its points."""
+    before: tuple[float, float] | None = None
+    for seconds, value in line:
+        if value <= level:
+            if before is None or value == before[1]:
+                return seconds
+            share = (before[1] - level) / (before[1] - value)
+            return before[0] + share * (seconds - before[0])
+        before = (seconds, value)
+    raise ValueError(f"the line does not come down to {level}")
+
+
+def _as_csv(table: list[dict[str, float]]) -> str:
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(table[0]), restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    return file.getvalue()
+
+
+def _as_text(table: list[dict[str, float]]) -> str:
+    lines = [list(table[0]), *([f"{value:.5g}" for value in row.values()] for row in table)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)

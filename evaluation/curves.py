@@ -1,0 +1,145 @@
+"""Curves over a run, and several runs against each other. A line never joins different numbers of images."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import matplotlib
+
+matplotlib.use("agg")
+from matplotlib.figure import Figure  # noqa: E402
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from evaluation.results import Row
+
+logger = logging.getLogger(__name__)
+
+FIRST = 25
+LABELS = {"fid": "FID", "is": "Inception Score", "kid": "KID"}
+# What makes two rows points of one line, besides the number of images.
+METHOD = ("weights", "sampler", "steps", "settings", "reference", "precision")
+
+# CIFAR-10, 50,000 samples against the training set: Ho et al. 2020, and others' runs of the same.
+PUBLISHED = {
+    "fid@50000": {
+        "Ho et al. 2020": 3.17,
+        "the same, raw weights (pesser)": 12.14,
+        "diffusers' script, 250K steps, DDIM-128": 17.0,
+        "EDM": 1.97,
+    },
+    "is@50000": {"Ho et al. 2020": 9.46, "xyfJASON": 9.45},
+}
+PUBLISHED_DATA = "cifar10"
+PUBLISHED_REFERENCE = "50000 images of 32x32"
+
+Line = list[tuple[float, float]]
+
+
+def draw_run(output_dir: Path, rows: list[Row], has_score: bool) -> list[Path]:
+    """The pictures of a run: over steps, the first of them again, and over seconds of training."""
+    rows = [row for row in rows if row["step"] is not None]
+    first = sorted({row["step"] for row in rows})[:FIRST]
+    early = [row for row in rows if row["step"] in first]
+    pictures = {
+        "FID_vs_TrainingSteps.png": (rows, "fid", "step"),
+        "FID_vs_TrainingSteps_First25.png": (early, "fid", "step"),
+        "IS_vs_TrainingSteps.png": (rows, "is", "step"),
+        "IS_vs_TrainingSteps_First25.png": (early, "is", "step"),
+        "KID_vs_TrainingSteps.png": (rows, "kid", "step"),
+        "FID_vs_TrainingSeconds.png": (rows, "fid", "train_seconds"),
+    }
+    written = []
+    for name, (shown, metric, against) in pictures.items():
+        lines = lines_of(shown, metric, against)
+        if lines:
+            figure = draw(lines, metric, against, published_for(shown, metric))
+        elif metric == "is" and not has_score:
+            figure = say_that_there_is_none()
+        else:
+            continue
+        written.append(save(figure, output_dir / name))
+    return written
+
+
+def lines_of(rows: list[Row], metric: str, against: str) -> dict[str, Line]:
+    """A line for every number of images and every method; what distinguishes them is in their labels."""
+    groups: dict[tuple, Line] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.partition("@")[0] == metric and value is not None and row[against] is not None:
+                key = (name, *(row[part] for part in METHOD))
+                groups.setdefault(key, []).append((row[against], value))
+    varying = [position for position in range(1, len(METHOD) + 1) if len({key[position] for key in groups}) > 1]
+    return {
+        ", ".join([key[0], *(_named(METHOD[position - 1], key[position]) for position in varying)]): sorted(line)
+        for key, line in groups.items()
+    }
+
+
+def _named(part: str, value: object) -> str:
+    return f"{value} steps" if part == "steps" else str(value)
+
+
+def published_for(rows: list[Row], metric: str) -> dict[str, float]:
+    """Published numbers, where these rows were measured on the same data and as many images."""
+    for row in rows:
+        same_data = PUBLISHED_DATA in str(row["reference"]) and PUBLISHED_REFERENCE in str(row["reference"])
+        name = f"{metric}@{row['num_images']}"
+        if same_data and name in PUBLISHED and row.get(name) is not None:
+            return PUBLISHED[name]
+    return {}
+
+
+def draw(
+    lines: dict[str, Line], metric: str, against: str, published: dict[str, float], title: str | None = None
+) -> Figure:
+    figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for label, line in lines.items():
+        axes.plot(*zip(*line, strict=True), marker="o", markersize=4, linewidth=1.5, label=label)
+    _mark_best(axes, lines, metric)
+    for number, (label, value) in enumerate(published.items()):
+        axes.axhline(value, color="0.45", linewidth=1, linestyle=(0, (4, 2 + 2 * number)), label=f"{label}: {value}")
+    axes.set_xlabel("training step" if against == "step" else "seconds of training")
+    axes.set_ylabel(LABELS[metric])
+    if title is not None:
+        axes.set_title(title, fontsize=8, color="0.35", loc="left")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _mark_best(axes: Axes, lines: dict[str, Line], metric: str) -> None:
+    choose = max if metric == "is" else min
+    for line in lines.values():
+        x, y = choose(line, key=lambda point: point[1])
+        axes.annotate(
+            f"{y:.4g}", (x, y), textcoords="offset points", xytext=(0, 7 if metric == "is" else -13),
+            ha="center", fontsize=8, color="0.25",
+        )  # fmt: skip
+    axes.margins(y=0.12)
+
+
+def say_that_there_is_none() -> Figure:
+    """The file that somebody looks for, without a number that nobody measured."""
+    figure = Figure(figsize=(7, 4.5), dpi=150)
+    figure.text(
+        0.5, 0.5,
+        "Inception Score: not available\n\n"
+        "The Inception network found here has no last layer, hence no logits.\n"
+        "With inception-2015-12-05.pt (--inception_weights) this picture is drawn.",
+        ha="center", va="center", fontsize=11, linespacing=1.6,
+    )  # fmt: skip
+    return figure
+
+
+def save(figure: Figure, path: Path) -> Path:
+    aside = path.with_name(f".{path.name}.tmp")
+    figure.savefig(aside, format="png")
+    aside.replace(path)
+    return path

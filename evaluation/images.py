@@ -1,0 +1,271 @@
+"""What a user names as a set of images: a folder, an npz file, a data set. One by one, they are uint8 RGB."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from common.errors import UserError
+from common.files import sha256
+from image_data.decode import UndecodableImage, decode_image, is_grey
+from image_data.sources import load_images, spread
+from image_data.workers import load_in_workers
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
+SAMPLED_FOR_COLOUR = 64
+SAMPLES = "samples.json"  # what generate.py describes a folder with
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # which images of the set, and the images, uint8 [n, 3, height, width]
+
+
+class ImageFiles(Protocol):
+    """Encoded images, as `image_data.sources.ImageSource` is."""
+
+    name: str
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+    def read(self, index: int) -> bytes: ...
+    def describe(self, index: int) -> str: ...
+
+
+class FolderFiles:
+    """The image files in a folder and its sub-folders, in the order of their names."""
+
+    split = None
+
+    def __init__(self, folder: Path):
+        found = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()]
+        self.paths = sorted(path for path in found if not path.name.startswith("."))
+        self.name = folder.resolve().name
+        digest = hashlib.sha256()
+        for path in self.paths:
+            state = path.stat()
+            digest.update(f"{path.relative_to(folder)} {state.st_size} {state.st_mtime_ns}\n".encode())
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, index: int) -> bytes:
+        try:
+            return self.paths[index].read_bytes()
+        except OSError as error:
+            raise UndecodableImage(error.strerror or str(error)) from error
+
+    def describe(self, index: int) -> str:
+        return str(self.paths[index])
+
+
+class EncodedImages:
+    """Image files as pixels: of the size they have, which must be one, or resized and cropped at the centre.
+
+    The centre, because a random crop would make the reference another one at every visit.
+    """
+
+    def __init__(self, files: ImageFiles, resolution: int | None = None, channels: int = 3):
+        self.files = files
+        self.rows: Sequence[int] = range(len(files))  # those of the files that are images
+        self.name, self.split, self.fingerprint = files.name, getattr(files, "split", None), files.fingerprint
+        self.resolution = resolution
+        self.channels = 1 if channels == 1 else 3  # transparency is laid over white
+        self.size = (resolution, resolution) if resolution else self._size_of(0)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def without_bad(self, num_workers: int) -> EncodedImages:
+        """Leave out what cannot be decoded; to know, all of it is decoded once."""
+        self.rows, bad = range(len(self.files)), []
+        parts = torch.arange(len(self.files)).split(64)
+        for part, outcomes in zip(parts, load_in_workers(_Decodable(self), parts, num_workers), strict=True):
+            bad += [row for row, decodable in zip(part.tolist(), outcomes, strict=True) if not decodable]
+        if len(bad) == len(self.files):
+            raise UserError(f"none of the {len(bad)} images of {self.name} can be decoded")
+        for row in bad:
+            logger.warning("%s cannot be decoded and is left out", self.files.describe(row))
+        self.rows = sorted(set(self.rows) - set(bad))
+        return self
+
+    def pixels(self, index: int) -> np.ndarray:
+        """An image as uint8 [3, height, width]."""
+        row = self.rows[index]
+        where = self.files.describe(row)
+        try:
+            image = self.decode(row)
+        except UndecodableImage as error:
+            raise UserError(f"cannot decode {where}: {error}; repair or remove this image") from error
+        if image.shape[1:] != self.size:
+            raise UserError(
+                f"{where} has {image.shape[2]}x{image.shape[1]} pixels, the first image {self.size[1]}x{self.size[0]}: "
+                f"all images must have one size"
+            )
+        return np.broadcast_to(image, (3, *self.size))
+
+    def decode(self, row: int) -> np.ndarray:
+        data = self.files.read(row)
+        size = self.size if self.resolution else _size(data)
+        return decode_image(data, self.channels, min(size), center_crop=self.resolution is not None)
+
+    def is_grey(self) -> bool:
+        """Whether the images are without colour, judged by an even sample."""
+        return self.channels == 1 or all(
+            _is_grey(self.files, index) for index in spread(len(self.files), SAMPLED_FOR_COLOUR)
+        )
+
+    def _size_of(self, index: int) -> tuple[int, int]:
+        try:
+            return _size(self.files.read(index))
+        except UndecodableImage as error:
+            raise UserError(
+                f"cannot decode {self.files.describe(index)}: {error}; repair or remove this image"
+            ) from error
+
+
+class ArrayImages:
+    """The images of an npz file: `arr_0` or `images`, uint8 [n, height, width, 1 or 3 or 4]."""
+
+    split = None
+
+    def __init__(self, path: Path):
+        self.name, self.fingerprint = path.name, sha256(path)
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                names = [name for name in ("arr_0", "images") if name in arrays.files]
+                if not names:
+                    raise UserError(
+                        f"{path} holds no arr_0 and no images, only: {', '.join(arrays.files) or 'nothing'}"
+                    )
+                images = arrays[names[0]]
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            raise UserError(f"{path} cannot be read as an npz file: {error}") from error
+        if images.dtype != np.uint8 or images.ndim not in (3, 4):
+            raise UserError(
+                f"{path}: {names[0]} is {images.dtype} {list(images.shape)}; "
+                "uint8 [n, height, width, channels] is needed"
+            )
+        images = images[..., None] if images.ndim == 3 else images
+        if images.shape[3] not in (1, 3, 4) and images.shape[1] in (1, 3, 4):
+            images = images.transpose(0, 2, 3, 1)
+        if images.shape[3] not in (1, 3, 4):
+            raise UserError(f"{path}: {names[0]} has {images.shape[3]} channels; 1, 3 or 4 are understood")
+        self.images, self.size, self.channels = images, images.shape[1:3], 3
+        self.resolution = None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def pixels(self, index: int) -> np.ndarray:
+        return as_rgb(torch.from_numpy(self.images[index].transpose(2, 0, 1))[None])[0].numpy()
+
+    def is_grey(self) -> bool:
+        return self.images.shape[3] == 1
+
+
+ImageSet = EncodedImages | ArrayImages
+
+
+def open_images(path: str, flag: str, resolution: int | None = None) -> ImageSet:
+    """The images at a path: an npz file, a folder of image files, or a folder of parquet files.
+
+    `resolution` is the size that a reference is brought to; generated images are measured as they are.
+    """
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise UserError(f"{flag} {path}: there is no such folder or file ({found.resolve()})")
+    if found.is_file():
+        if found.suffix != ".npz":
+            raise UserError(f"{flag} {path}: a file must be an .npz with the images; otherwise name a folder")
+        images = ArrayImages(found)
+        if resolution is not None and images.size != (resolution, resolution):
+            raise UserError(
+                f"{flag} {path} holds images of {images.size[1]}x{images.size[0]} pixels where "
+                f"{resolution}x{resolution} are needed; an npz file is taken as it is"
+            )
+        return images
+    if (found / SAMPLES).is_file():
+        # generate.py's folder also holds grids, which are pictures but no samples.
+        parts = [found / name for name in ("images", "samples.npz", "data") if (found / name).exists()]
+        if not parts:
+            raise UserError(f"{flag} {path}: there are no images in this folder yet; generate.py makes them")
+        return open_images(str(parts[0]), flag, resolution)
+    if any(found.rglob("*.parquet")) or (found / "dataset_info.json").exists() or (found / "state.json").exists():
+        return EncodedImages(load_images(dataset_name=str(found)), resolution)
+    files = FolderFiles(found)
+    if len(files) == 0:
+        raise UserError(f"{flag} {path}: there are no images in this folder ({found.resolve()})")
+    return EncodedImages(files, resolution)
+
+
+def as_rgb(images: torch.Tensor) -> torch.Tensor:
+    """uint8 images of 1, 3 or 4 channels as RGB: grey three times, transparency over white."""
+    if images.shape[1] == 1:
+        return images.expand(-1, 3, -1, -1)
+    if images.shape[1] == 4:
+        alpha = images[:, 3:].float() / 255
+        return (images[:, :3] * alpha + 255 * (1 - alpha)).round().to(torch.uint8)
+    return images
+
+
+def batches_of(images: ImageSet, indices: torch.Tensor, batch_size: int, num_workers: int) -> Iterator[Batch]:
+    """These images of a set, decoded ahead by workers where there is something to decode."""
+    parts = list(indices.split(batch_size))
+    num_workers = num_workers if isinstance(images, EncodedImages) else 0
+    for part, pixels in zip(parts, load_in_workers(_Decoded(images), parts, num_workers), strict=True):
+        if isinstance(pixels, UserError):
+            raise pixels
+        yield part, torch.from_numpy(pixels)
+
+
+class _Decoded(Dataset):
+    def __init__(self, images: ImageSet) -> None:
+        self.images = images
+
+    def __getitem__(self, part: torch.Tensor) -> np.ndarray | UserError:
+        try:
+            return np.stack([self.images.pixels(index) for index in part.tolist()])
+        except UserError as error:
+            return error  # raised in a worker, it would arrive wrapped in a traceback
+
+
+class _Decodable(Dataset):
+    def __init__(self, images: EncodedImages) -> None:
+        self.images = images
+
+    def __getitem__(self, rows: torch.Tensor) -> list[bool]:
+        return [self._is_decodable(row) for row in rows.tolist()]
+
+    def _is_decodable(self, row: int) -> bool:
+        try:
+            self.images.decode(row)
+        except UndecodableImage:
+            return False
+        return True
+
+
+def _size(data: bytes) -> tuple[int, int]:
+    """Height and width, from the file's header."""
+    try:
+        width, height = Image.open(io.BytesIO(data)).size
+    except Exception as error:
+        raise UndecodableImage("not an image of a known format") from error
+    return height, width
+
+
+def _is_grey(files: ImageFiles, index: int) -> bool:
+    try:
+        return is_grey(files.read(index))
+    except UndecodableImage:
+        return True  # whether that is an error is decided when it is decoded

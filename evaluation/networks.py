@@ -1,0 +1,216 @@
+"""The networks whose features are compared, each with the way it wants its images."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from common.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from evaluation.options import EvaluationOptions
+
+logger = logging.getLogger(__name__)
+
+HEADLINE = "legacy_tensorflow"  # the mode of published numbers
+PUBLISHED = {"dinov2": "facebook/dinov2-large", "clip": "openai/clip-vit-base-patch32"}
+VGG16_SIZE = 224
+# Their authors measured them on VGG16, so that with Inception they carry its name.
+NEIGHBOUR_METRICS = ("precision", "recall", "density", "coverage")
+IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+Outputs = dict[str, torch.Tensor]  # "features" always; "spatial" and "logits" where the network has them
+
+
+@dataclass
+class FeatureNetwork:
+    """Images to features. `resize` is done for each image on the CPU, `compute` for a batch on the device."""
+
+    name: str  # inception, dinov2, ...
+    mode: str  # how images are resized
+    digest: str  # of the weights
+    network: nn.Module
+    scale: Callable[[torch.Tensor], torch.Tensor]  # of a batch: what is left to do of resizing and normalising
+    resize: Callable[[np.ndarray], np.ndarray] | None = None  # uint8 [height, width, 3] to float32
+    precision: torch.dtype = torch.float32
+
+    @property
+    def has_logits(self) -> bool:
+        return getattr(self.network, "fc", None) is not None
+
+    def compute(self, images: torch.Tensor, precision: torch.dtype | None = None) -> Outputs:
+        """Features of images [n, 3, height, width] with values of 0..255, in float32."""
+        precision = precision or self.precision
+        inputs = self.scale(images.float()).contiguous(memory_format=torch.channels_last)
+        with torch.autocast(images.device.type, precision, enabled=precision != torch.float32):
+            outputs = self.network(inputs)
+        return {name: output.float() for name, output in outputs.items()}
+
+    def column(self, metric: str, count: int) -> str:
+        """The name of a metric, which says all that makes numbers comparable: `fid@10000`, `fid_clean@10000`."""
+        if self.name != "inception":
+            # What their names say of Inception is not so.
+            return f"{ {'fid': 'fd', 'kid': 'kd', 'kid_std': 'kd_std'}.get(metric, metric) }_{self.name}@{count}"
+        named = f"{metric}_inception" if metric in NEIGHBOUR_METRICS else metric
+        return f"{named}@{count}" if self.mode == HEADLINE else f"{named}_{self.mode}@{count}"
+
+
+def load_networks(options: EvaluationOptions, cache_dir: Path, device: torch.device) -> list[FeatureNetwork]:
+    """What `--features` names, once for each mode in which it is to see the images."""
+    path = Path(options.features).expanduser()
+    if options.features == "inception":
+        networks = inception_networks(options.modes, options.inception_weights, cache_dir, device)
+    elif path.is_file():
+        networks = [vgg16_network(path, device)]
+    elif options.features in PUBLISHED or path.is_dir():
+        networks = [transformers_network(options.features, device)]
+    else:
+        raise UserError(
+            f"--features {options.features}: neither inception, {', '.join(PUBLISHED)}, nor a folder with a vision "
+            f"model of transformers, nor a file with VGG16's weights"
+        )
+    if options.mixed_precision == "bf16":
+        networks = [replace(network, precision=torch.bfloat16) for network in networks]
+    return networks
+
+
+def inception_networks(
+    modes: list[str], weights: str | None, cache_dir: Path, device: torch.device
+) -> list[FeatureNetwork]:
+    """clean-fid's three modes: one network, which sees other pixels in each."""
+    from evaluation.inception import load_inception
+
+    network, digest = load_inception(weights, cache_dir)
+    network = network.to(device, memory_format=torch.channels_last)
+    resizing = {
+        "legacy_tensorflow": (None, resize_like_tensorflow),
+        "clean": (bicubic_resizer(299), lambda images: (images - 128) / 128),
+        "legacy_pytorch": (None, resize_like_pytorch),
+    }
+    return [
+        FeatureNetwork("inception", mode, digest, network, resize=resizing[mode][0], scale=resizing[mode][1])
+        for mode in modes
+    ]
+
+
+def resize_like_tensorflow(images: torch.Tensor) -> torch.Tensor:
+    """TensorFlow 1's bilinear resizing, whose pixels have no width, and the graph's normalisation."""
+    return (bilinear_like_tensorflow(images, 299) - 128) / 128
+
+
+def bilinear_like_tensorflow(images: torch.Tensor, size: int) -> torch.Tensor:
+    from torch_fidelity.interpolate_compat_tensorflow import interpolate_bilinear_2d_like_tensorflow1x
+
+    return interpolate_bilinear_2d_like_tensorflow1x(images, size=(size, size), align_corners=False)
+
+
+def resize_like_pytorch(images: torch.Tensor) -> torch.Tensor:
+    """What pytorch-fid does: bilinear without antialiasing, and 2 x / 255 - 1."""
+    resized = nn.functional.interpolate(images, size=(299, 299), mode="bilinear", align_corners=False)
+    return resized.clamp(0, 255) / 255 * 2 - 1
+
+
+def bicubic_resizer(size: int) -> Callable[[np.ndarray], np.ndarray]:
+    """clean-fid's: each channel as float through Pillow's antialiased bicubic filter, never rounded."""
+    from cleanfid.resize import make_resizer
+
+    return make_resizer("PIL", quantize_after=False, filter="bicubic", output_size=(size, size))
+
+
+class Normalise(nn.Module):
+    """Values of 0..255 to those that a network was trained on."""
+
+    def __init__(self, mean: Sequence[float], deviation: Sequence[float]):
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1))
+        self.register_buffer("deviation", torch.tensor(deviation).view(1, 3, 1, 1))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return (images / 255 - self.mean) / self.deviation
+
+
+class VisionModel(nn.Module):
+    """A vision model of transformers as a network of features: the projected image for CLIP, else the pooled token."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> Outputs:
+        outputs = self.model(pixel_values=images)
+        if "image_embeds" in outputs:
+            return {"features": outputs.image_embeds}
+        pooled = outputs.get("pooler_output")
+        return {"features": (outputs.last_hidden_state[:, 0] if pooled is None else pooled).flatten(1)}
+
+
+def transformers_network(features: str, device: torch.device) -> FeatureNetwork:
+    """DINOv2, CLIP or another vision model. Whole images are resized: to crop them would hide their borders."""
+    from transformers import AutoConfig, AutoImageProcessor, AutoModel, CLIPVisionModelWithProjection
+
+    from evaluation.inception import digest_of
+
+    source = PUBLISHED.get(features, features)
+    try:
+        kind = AutoConfig.from_pretrained(source).model_type
+        model_class = CLIPVisionModelWithProjection if kind.startswith("clip") else AutoModel
+        model = model_class.from_pretrained(source).eval().requires_grad_(False)
+        processor = AutoImageProcessor.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"--features {features}: {source} could not be loaded ({reason}); without a connection to the Hub name a "
+            f"folder that holds config.json, model.safetensors and preprocessor_config.json"
+        ) from error
+    sizes = [*(getattr(processor, "crop_size", None) or processor.size).values()]
+    return FeatureNetwork(
+        name=features if features in PUBLISHED else re.sub(r"\W+", "-", Path(features).resolve().name),
+        mode=f"clean-{sizes[0]}",
+        digest=digest_of(model.state_dict()),
+        network=VisionModel(model).to(device),
+        resize=bicubic_resizer(sizes[0]),
+        scale=Normalise(processor.image_mean, processor.image_std).to(device),
+    )
+
+
+class VGG16(nn.Module):
+    """The second fully connected layer after its ReLU, where precision and recall were first measured."""
+
+    def __init__(self):
+        from torchvision.models import vgg16
+
+        super().__init__()
+        self.model = vgg16()
+
+    def forward(self, images: torch.Tensor) -> Outputs:
+        pooled = self.model.avgpool(self.model.features(images)).flatten(1)
+        return {"features": self.model.classifier[:5](pooled)}
+
+
+def vgg16_network(path: Path, device: torch.device) -> FeatureNetwork:
+    """torchvision's VGG16 with the weights of a file, fed as torch-fidelity feeds it."""
+    from common.files import sha256
+
+    with torch.device("meta"):
+        network = VGG16()
+    try:
+        network.model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True), assign=True)
+    except Exception as error:  # of whatever kind a file that is no state causes
+        raise UserError(f"--features {path}: not the state of torchvision's VGG16") from error
+    normalise = Normalise(IMAGENET_MEAN, IMAGENET_DEVIATION).to(device)
+    return FeatureNetwork(
+        name="vgg16",
+        mode=f"tensorflow-{VGG16_SIZE}",
+        digest=sha256(path),
+        network=network.eval().requires_grad_(False).to(device, memory_format=torch.channels_last),
+        scale=lambda images: normalise(bilinear_like_tensorflow(images, VGG16_SIZE)),
+    )

@@ -1,0 +1,207 @@
+"""The checkpoints of a run: which they are, the images generated for each, and the real ones they are held against."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import yaml
+
+from common import interruption
+from common.checkpoints import WEIGHTS, checkpoints
+from common.errors import UserError
+from common.files import sha256
+from evaluation.images import EncodedImages, as_rgb
+from evaluation.results import Measured
+from generation.engine import Job, Pace, choose_batch_size, generate, generate_images
+from generation.models import CONFIG, METRICS, PIPELINE, SavedModel, check_conditions, find_models, output_folder
+from generation.options import GenerationOptions, seeds_in_grid
+from generation.output import open_collections, read_record
+from generation.pictures import draw_pictures
+from image_data.sources import load_images
+
+if TYPE_CHECKING:
+    from common.processes import Processes
+    from evaluation.images import Batch, ImageSet
+    from evaluation.options import EvaluationOptions
+    from schedulers.sampling import SamplingMethod
+
+logger = logging.getLogger(__name__)
+
+METHOD_SETTINGS = ("sampler", "num_inference_steps", "skip_schedule", "eta", "variance_type")
+
+
+def models_of(run_dir: str, steps: list[str], weights: str | None) -> list[SavedModel]:
+    """The checkpoints of a run, oldest first, and its pipeline where that holds other weights than all of them."""
+    run = Path(run_dir).expanduser()
+    if not (run / CONFIG).is_file():
+        raise UserError(f"--run_dir {run_dir}: no run is there (no {CONFIG}); images are measured with --generated")
+    if not checkpoints(run):
+        models = find_models(run_dir, steps, weights)
+        return [_at_last_step(model) for model in models]
+    models = find_models(run_dir, steps or ["all"], weights)
+    for model in models:
+        check_conditions(model, class_labels=[], prompt=None)
+    if not steps and weights != "raw" and (run / PIPELINE).is_file():
+        models += _pipeline_beside(run, models)
+    return models
+
+
+def _at_last_step(pipeline: SavedModel) -> SavedModel:
+    """A pipeline without checkpoints is what the run ended with."""
+    lines = (pipeline.path / METRICS).read_text(encoding="utf-8").splitlines()
+    if not lines:
+        return pipeline
+    last = json.loads(lines[-1])
+    return replace(pipeline, step=last["step"], train_seconds=last["train_seconds"])
+
+
+def _pipeline_beside(run: Path, models: list[SavedModel]) -> list[SavedModel]:
+    weights = run / "unet" / WEIGHTS
+    digest = sha256(weights) if weights.is_file() else None
+    if digest is None or digest in {model.sha256 for model in models}:
+        return []
+    logger.info("The pipeline in %s holds other weights than the checkpoints, of a step that nothing tells", run)
+    beside = {"path": run, "step": None, "train_seconds": None, "sha256": digest, "network_folder": run / "unet"}
+    return [replace(models[-1], name="pipeline", **beside)]
+
+
+def training_images(run_dir: str, options: EvaluationOptions, num_workers: int) -> EncodedImages:
+    """The very images that a run was trained on, at its resolution, cropped at the centre."""
+    config = yaml.safe_load((Path(run_dir).expanduser() / CONFIG).read_text(encoding="utf-8"))
+    source = load_images(
+        dataset_name=config["dataset_name"],
+        dataset_config_name=config["dataset_config_name"],
+        train_data_dir=config["train_data_dir"],
+        split=options.split,
+        image_column=config["image_column"],
+        cache_dir=options.cache_dir,
+        max_train_samples=config["max_train_samples"],
+    )
+    images = EncodedImages(source, config["resolution"], int(config["channels"]))
+    return images.without_bad(num_workers) if config["on_bad_image"] == "skip" else images
+
+
+def measured_of(model: SavedModel, method: SamplingMethod, num_images: int, reference: str, precision: str) -> Measured:
+    return Measured(
+        step=model.step,
+        train_seconds=model.train_seconds,
+        weights=model.weights,
+        num_images=num_images,
+        images=model.name,
+        sha256=model.sha256,
+        reference=reference,
+        precision=precision,
+        **_named_settings(method.settings),
+    )
+
+
+def measured_images(named: str, images: ImageSet, num_images: int, reference: str, precision: str) -> Measured:
+    """What is known of a set of images; of a folder of generate.py's that is much."""
+    record = read_record(Path(named).expanduser()) if Path(named).expanduser().is_dir() else None
+    nothing = {"sampler": None, "steps": None, "settings": None}
+    return Measured(
+        step=record and record["step"],
+        train_seconds=record and record["train_seconds"],
+        weights=record and record["weights"],
+        num_images=num_images,
+        images=Path(named).name if record else images.name,
+        sha256=record["sha256"] if record else images.fingerprint,
+        reference=reference,
+        precision=precision,
+        **(_named_settings({name: record[name] for name in METHOD_SETTINGS}) if record else nothing),
+    )
+
+
+def _named_settings(settings: dict[str, object]) -> dict[str, object]:
+    """The columns of a sampling method: its name, its steps, and what else was set."""
+    rest = {name: value for name, value in settings.items() if name in METHOD_SETTINGS[2:] and value is not None}
+    return {
+        "sampler": settings["sampler"],
+        "steps": settings["num_inference_steps"],
+        "settings": " ".join(f"{name}={value}" for name, value in rest.items()) or None,
+    }
+
+
+def kept_images(model: SavedModel, method: SamplingMethod, num_images: int, precision: str) -> Path | None:
+    """The folder with images of this model and method that generate.py or an evaluation kept, if there are enough."""
+    folder = output_folder(model, method, precision)
+    record = read_record(folder)
+    if record is None or not record["complete"] or record["sha256"] != model.sha256:
+        return None
+    same_method = all(record[name] == value for name, value in method.settings.items())
+    first, _, last = record["seeds"].partition(",")[0].partition("-")
+    return folder if same_method and first == "0" and int(last or 0) + 1 >= num_images else None
+
+
+def keep_images(
+    model: SavedModel,
+    method: SamplingMethod,
+    num_images: int,
+    batch_size: int | None,
+    precision: str,
+    processes: Processes,
+) -> Path:
+    """Generate images into the folder that generate.py would choose, as it would: with samples.json and a grid."""
+    folder, seeds = output_folder(model, method, precision), list(range(num_images))
+    options = GenerationOptions(batch_size=batch_size)
+    how = {"precision": precision, "allow_tf32": False, "channels_last": _channels_last(precision, processes)}
+    with interruption.deferred():
+        (collection,), batch_size = open_collections(
+            [Job(model, method)],
+            [folder],
+            seeds,
+            seeds_in_grid(options, seeds),
+            options,
+            {**how, "compile": False},
+            processes,
+        )
+        pace = Pace(batch_size, how["channels_last"])
+        with collection.writer:
+            for _, batch, images in generate([collection.job], processes, pace):
+                collection.add(batch, images)
+            shown = collection.finish(processes)
+    if processes.is_main:
+        draw_pictures(options, collection.job, processes, pace, shown, folder)
+    processes.wait()
+    return folder
+
+
+def generated_batches(
+    model: SavedModel,
+    method: SamplingMethod,
+    num_images: int,
+    batch_size: int | None,
+    feature_batch_size: int,
+    precision: str,
+    processes: Processes,
+) -> Iterator[Batch]:
+    """Images of the seeds 0 .. num_images - 1, straight from the network; this process's share of them."""
+    if batch_size is None:
+        batch_size = choose_batch_size(Job(model, method), processes, num_images)
+    pace = Pace(batch_size, _channels_last(precision, processes))
+    images = generate_images(model, method, range(num_images), processes, pace)
+    return _in_batches(((torch.tensor(batch), as_rgb(pixels)) for batch, pixels in images), feature_batch_size)
+
+
+def _channels_last(precision: str, processes: Processes) -> bool:
+    """As generate.py decides it, so that the images are the same."""
+    return processes.device.type == "cuda" and precision != "no"
+
+
+def _in_batches(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
+    """The same images in batches of another size."""
+    indices, images = torch.zeros(0, dtype=torch.int64), None
+    for more_indices, more_images in batches:
+        indices = torch.cat([indices, more_indices])
+        images = more_images if images is None else torch.cat([images, more_images])
+        while len(indices) >= size:
+            yield indices[:size], images[:size]
+            indices, images = indices[size:], images[size:]
+    if len(indices):
+        yield indices, images

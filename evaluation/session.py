@@ -1,0 +1,259 @@
+"""What one call of evaluate.py does: find the images and the reference, measure, write down."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import yaml
+
+from common import interruption
+from common.cores import default_num_workers
+from common.errors import UserError
+from evaluation.curves import draw_run
+from evaluation.features import announce_speed, compile_networks, extract
+from evaluation.images import EncodedImages, ImageSet, batches_of, open_images
+from evaluation.measure import columns_of, measure
+from evaluation.options import FEWEST_IMAGES
+from evaluation.results import (
+    ENOUGH_FOR_FID,
+    RESULTS,
+    Measured,
+    add_result,
+    describe_result,
+    describe_rows,
+    find_row,
+    log_to_tensorboard,
+    read_results,
+)
+from evaluation.run import (
+    generated_batches,
+    keep_images,
+    kept_images,
+    measured_images,
+    measured_of,
+    models_of,
+    training_images,
+)
+from evaluation.statistics import Statistics, named_statistics, reference_statistics, save_statistics
+from generation.models import CONFIG
+from generation.options import build_method
+from image_data.sources import load_images
+from training.publish import update_evaluation
+
+if TYPE_CHECKING:
+    from common.processes import Processes
+    from evaluation.images import Batch
+    from evaluation.networks import FeatureNetwork
+    from evaluation.options import EvaluationOptions
+    from generation.models import SavedModel
+    from schedulers.sampling import SamplingMethod
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_IMAGES = 10_000
+
+
+class Session:
+    """The networks and the processes that share the work; the main one computes the metrics and writes."""
+
+    def __init__(
+        self, options: EvaluationOptions, networks: list[FeatureNetwork], cache_dir: Path, processes: Processes
+    ):
+        self.options, self.networks, self.processes, self.cache_dir = options, networks, processes, cache_dir
+        self.num_workers = options.dataloader_num_workers
+        if self.num_workers is None:
+            self.num_workers = default_num_workers(processes.local_count)
+        self.prepared = False
+        if networks[0].name == "inception" and not networks[0].has_logits:
+            logger.info(
+                "No Inception Score: the Inception network found here has no last layer. inception-2015-12-05.pt has "
+                "(--inception_weights)"
+            )
+
+    def measure_images(self) -> None:
+        """A folder or file of generated images."""
+        options = self.options
+        images = open_images(options.generated, "--generated")
+        count = len(images) if options.num_images is None else options.num_images
+        if count > len(images):
+            raise UserError(f"--num_images {count}: there are only {len(images)} images in {options.generated}")
+        if count < FEWEST_IMAGES:
+            raise UserError(f"--generated {options.generated}: {count} images, at least {FEWEST_IMAGES} are needed")
+        reference = self._reference(images.size, images.is_grey())
+        measured = None
+        if self.processes.is_main:
+            description = reference[0].identity.describe()
+            measured = measured_images(options.generated, images, count, description, options.mixed_precision)
+        self._prepare(count, images.size)
+        output_dir = Path(options.output_dir) if options.output_dir else None
+        self._measure(measured, count, self._batches_of(images, count), images.name, reference, output_dir)
+
+    def measure_run(self) -> None:
+        """Every checkpoint of a run that has not been measured in this way."""
+        options, processes = self.options, self.processes
+        run_dir = Path(options.run_dir).expanduser()
+        output_dir = Path(options.output_dir) if options.output_dir else run_dir
+        models = models_of(options.run_dir, options.checkpoints, options.weights) if processes.is_main else None
+        models = processes.collect(models)[0]
+        count = DEFAULT_IMAGES if options.num_images is None else options.num_images
+        channels, *size = models[0].shape
+        reference = self._reference(tuple(size), is_grey=channels == 1)
+        for number, model in enumerate(models, start=1):
+            method = build_method(options, model)
+            measured, done = None, False
+            if processes.is_main:
+                description = reference[0].identity.describe()
+                measured = measured_of(model, method, count, description, options.mixed_precision)
+                row = find_row(read_results(output_dir), measured)
+                wanted = [
+                    column
+                    for network, statistics in zip(self.networks, reference, strict=True)
+                    for column in columns_of(network, count, statistics)
+                ]
+                done = row is not None and all(row.get(column) is not None for column in wanted)
+            if processes.collect(done)[0]:
+                logger.info("%s (%d of %d) has been measured already", model.name, number, len(models))
+                continue
+            logger.info("%s (%d of %d), weights=%s", model.name, number, len(models), model.weights)
+            self._prepare(count, tuple(size))
+            try:
+                metrics = self._measure(measured, count, *self._images_of(model, method, count), reference, output_dir)
+            except interruption.Interrupted as stop:
+                raise interruption.Interrupted(
+                    f"{str(stop).partition(':')[0]}: stopped at {model.name}; the ones before it are in "
+                    f"{output_dir / RESULTS}; start the same command again to continue"
+                ) from stop
+            if processes.is_main and model.step is not None:
+                config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+                log_to_tensorboard(output_dir / config["logging_dir"], model.step, metrics)
+        if processes.is_main:
+            rows = read_results(output_dir)
+            print(f"\n{describe_rows(rows, count)}\n")
+            for picture in draw_run(output_dir, rows, self.networks[0].has_logits):
+                logger.info("Drew %s", picture)
+            update_evaluation(output_dir)
+
+    def save_statistics(self) -> None:
+        """Only the real images' statistics."""
+        self._reference((self.options.resolution, self.options.resolution), is_grey=None)
+
+    def _reference(self, size: tuple[int, int], is_grey: bool | None) -> list[Statistics]:
+        """Statistics to measure against, one for each network; on the main process."""
+        options, processes = self.options, self.processes
+        if options.statistics:
+            if not processes.is_main:
+                return []
+            return [
+                named_statistics(options.statistics, options.statistics_mode, network, size)
+                for network in self.networks
+            ]
+        with processes.main_first():
+            images = self._real_images(size)
+        if tuple(images.size) != tuple(size):
+            logger.warning(
+                "The real images are %dx%d, the generated ones %dx%d", *reversed(images.size), *reversed(size)
+            )
+        if is_grey is not None and images.is_grey() != is_grey:
+            kinds = ("in colour", "grey")
+            logger.warning(
+                "The generated images are %s, the real ones %s: both are measured as RGB",
+                kinds[is_grey],
+                kinds[not is_grey],
+            )
+        reference = reference_statistics(
+            images,
+            self.networks,
+            options.feature_batch_size,
+            self.num_workers,
+            processes,
+            self.cache_dir,
+            before=lambda: self._prepare(len(images), images.size),
+        )
+        if processes.is_main:
+            logger.info("Reference: %s", reference[0].identity.describe())
+            if options.save_statistics:
+                save_statistics(reference[0], Path(options.save_statistics))
+                logger.info("Its statistics are in %s", options.save_statistics)
+        return reference
+
+    def _real_images(self, size: tuple[int, int]) -> ImageSet:
+        options = self.options
+        # Images that are not square are compared as they are.
+        resolution = options.resolution or (size[0] if size[0] == size[1] else None)
+        if options.real:
+            images = open_images(options.real, "--real", resolution)
+        elif options.dataset_name or options.train_data_dir:
+            source = load_images(
+                dataset_name=options.dataset_name,
+                dataset_config_name=options.dataset_config_name,
+                train_data_dir=options.train_data_dir,
+                split=options.split,
+                image_column=options.image_column,
+                cache_dir=options.cache_dir,
+            )
+            images = EncodedImages(source, resolution)
+        else:
+            return training_images(options.run_dir, options, self.num_workers)
+        skipping = options.on_bad_image == "skip" and isinstance(images, EncodedImages)
+        return images.without_bad(self.num_workers) if skipping else images
+
+    def _prepare(self, count: int, size: tuple[int, int]) -> None:
+        """Before the first image: compile where that pays, and say how long it will take."""
+        if not self.prepared:
+            self.prepared = True
+            if self.options.compile:
+                compile_networks(self.networks, count)
+            announce_speed(self.networks, size, self.options.feature_batch_size, count, self.processes)
+
+    def _images_of(self, model: SavedModel, method: SamplingMethod, count: int) -> tuple[Iterable[Batch], str | None]:
+        """Images of a checkpoint, kept or made now, and a name for the bar unless they come with their own."""
+        options, processes = self.options, self.processes
+        precision = options.mixed_precision
+        kept = processes.collect(kept_images(model, method, count, precision) if processes.is_main else None)[0]
+        if kept is None and options.keep_images:
+            kept = keep_images(model, method, count, options.batch_size, precision, processes)
+        if kept is not None:
+            logger.info("Its images are in %s", kept)
+            return self._batches_of(open_images(str(kept), "--run_dir"), count), model.name
+        batches = generated_batches(
+            model, method, count, options.batch_size, options.feature_batch_size, precision, processes
+        )
+        return batches, None
+
+    def _batches_of(self, images: ImageSet, count: int) -> Iterable[Batch]:
+        """This process's share of the first images of a set."""
+        share = torch.arange(self.processes.index, count, self.processes.count)
+        return batches_of(images, share, self.options.feature_batch_size, self.num_workers)
+
+    def _measure(
+        self,
+        measured: Measured | None,
+        count: int,
+        batches: Iterable[Batch],
+        description: str | None,
+        reference: list[Statistics],
+        output_dir: Path | None,
+    ) -> dict[str, float]:
+        """One pass over the images, all metrics from it, and a row of the table; on the main process."""
+        processes, batch_size = self.processes, self.options.feature_batch_size
+        extracted = extract(self.networks, batches, count, batch_size, processes, description)
+        metrics: dict[str, float] = {}
+        if processes.is_main:
+            for network, features, statistics in zip(self.networks, extracted, reference, strict=True):
+                metrics |= measure(network, features, statistics, processes.device)
+            print(f"\n{describe_result(measured, metrics)}\n", flush=True)
+            if count < ENOUGH_FOR_FID:
+                logger.warning(
+                    "FID of %d images is far above that of many: its covariance wants %s at least. Read kid, which is "
+                    "not biased",
+                    count,
+                    f"{ENOUGH_FOR_FID:,}",
+                )
+            if output_dir is not None:
+                add_result(output_dir, measured, metrics)
+        processes.wait()
+        return metrics
