@@ -8,7 +8,6 @@ accelerate launch --num_processes 8 generate.py runs/cifar10 --num_images 50000 
 import logging
 import sys
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 
 from common import interruption
@@ -33,7 +32,7 @@ def main() -> None:
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
-    from generation.engine import Job, Pace, estimate_seconds, generate
+    from generation.engine import Job, Pace, generate
     from generation.models import check_conditions, find_models, output_folder
     from generation.output import open_collections
     from generation.pictures import draw_pictures, save_interpolation
@@ -84,14 +83,6 @@ def main() -> None:
 
         missing = sum(len(collection.missing) for collection in collections)
         logger.info("%d of %d images are missing", missing, len(seeds) * len(jobs))
-        if missing:
-            seconds = estimate_seconds([job for job in jobs if job.batches], processes, pace)
-            logger.info(
-                "About %s for them, in batches of %d on %d process(es)",
-                timedelta(seconds=round(seconds)),
-                batch_size,
-                processes.count,
-            )
         for job, batch, images in generate(jobs, processes, pace):
             of_job[id(job)].add(batch, images)
         shown = [collection.finish(processes) for collection in collections]

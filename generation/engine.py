@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
 from common import faults, interruption
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.progress import progress_bar
 from generation.denoise import Predict, denoise, network_predict, to_uint8
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from common.processes import Processes
     from generation.models import SavedModel
     from schedulers.sampling import SamplingMethod
+
+logger = logging.getLogger(__name__)
 
 SMALLEST_CHOICE, LARGEST_CHOICE = 16, 1024
 WORTH_IT = 1.05  # a batch twice as large is taken if it is at least this much faster
@@ -72,12 +76,16 @@ def generate(jobs: Sequence[Job], processes: Processes, pace: Pace) -> Iterator[
     `Interrupted` is raised in every process; what was yielded before is good.
     """
     items = [(job, batch) for job in jobs for batch in job.batches]
+    if not items:
+        return
+    running = RunningNetwork(items[0][0], processes, pace)
+    log_estimate(items, processes, pace, running.warm_up())
     taken = processes.shared_count()
-    running, stopped, made = None, False, 0
+    stopped, made = False, 0
     with _Bar(processes, items) as bar:
         while not stopped and (number := taken.add(1)) < len(items):
             job, seeds = items[number]
-            if running is None or running.job is not job:
+            if running.job is not job:
                 running = None  # its memory is needed for the next
                 running = RunningNetwork(job, processes, pace)
             bar.images = len(seeds)
@@ -142,11 +150,19 @@ class RunningNetwork:
                     initial_noise,
                 )
         except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"--batch_size {self.pace.batch_size}: does not fit in the memory of {self.processes.device}; "
-                f"choose a smaller one"
-            ) from error
+            raise too_large(self.pace.batch_size, self.processes) from error
         return to_uint8(samples[: len(seeds)]).cpu()
+
+    def warm_up(self) -> float:
+        """The seconds of a pass, after one that may take long; raise if there is none."""
+        try:
+            return self.seconds_per_pass(self.pace.batch_size)
+        except torch.OutOfMemoryError as error:
+            raise too_large(self.pace.batch_size, self.processes) from error
+        except Exception as error:
+            if self.pace.compile:  # whatever is missing on this machine for it
+                raise UserError(f"--compile: not possible here ({first_line(error)})") from error
+            raise
 
     def seconds_per_pass(self, size: int) -> float:
         """How long one call of the network takes for a batch of this size, after one to warm up."""
@@ -164,6 +180,19 @@ class RunningNetwork:
 
     def _pad(self, seeds: list[int]) -> list[int]:
         return seeds + [seeds[-1]] * (self.pace.batch_size - len(seeds))
+
+
+def log_estimate(items: list[tuple[Job, list[int]]], processes: Processes, pace: Pace, seconds: float) -> None:
+    """How long all of it will take, by a pass of the first network on every process."""
+    passes = sum(len(job.method.timesteps) for job, _ in items)
+    passes_per_second = sum(1 / other for other in processes.collect(seconds))
+    logger.info(
+        "%s images to generate in batches of %d on %d process(es): about %s",
+        f"{sum(len(seeds) for _, seeds in items):,}",
+        pace.batch_size,
+        processes.count,
+        timedelta(seconds=round(passes / passes_per_second)),
+    )
 
 
 def choose_batch_size(job: Job, processes: Processes, num_images: int) -> int:
@@ -193,18 +222,10 @@ def choose_batch_size(job: Job, processes: Processes, num_images: int) -> int:
     return min(processes.collect(size))
 
 
-def estimate_seconds(jobs: Sequence[Job], processes: Processes, pace: Pace) -> float:
-    """How long all of it will take, from one pass of the first network after a warm-up. All processes must ask."""
-    running = RunningNetwork(jobs[0], processes, pace)
-    try:
-        seconds = running.seconds_per_pass(pace.batch_size)
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"--batch_size {pace.batch_size}: does not fit in the memory of {processes.device}; choose a smaller one"
-        ) from error
-    passes = sum(len(job.batches) * len(job.method.timesteps) for job in jobs)
-    passes_per_second = sum(1 / other for other in processes.collect(seconds))
-    return passes / passes_per_second
+def too_large(batch_size: int, processes: Processes) -> UserError:
+    return UserError(
+        f"--batch_size {batch_size}: does not fit in the memory of {processes.device}; choose a smaller one"
+    )
 
 
 class _Bar:

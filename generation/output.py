@@ -133,8 +133,10 @@ class Record:
             if self.overwrite:
                 remove_images(self.folder)
             with open_writer(self.folder, self.settings["format"], self.in_subfolders) as writer:
-                missing = set(self.seeds) - writer.existing()
-            self.write(len(self.seeds) - len(missing))
+                existing = writer.existing()
+            missing = set(self.seeds) - existing
+            self.seeds = sorted(existing.union(self.seeds))
+            self.write(len(existing))
         return self.in_subfolders, missing
 
     def write(self, images: int) -> None:

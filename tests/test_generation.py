@@ -1,0 +1,403 @@
+"""generate.py: image i is a function of seed i, however and on however many processes it is made."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, make_tiny_flags, run_training
+from PIL import Image
+
+from common import interruption
+from common.errors import RunFailed, UserError
+from generation.models import find_models
+from generation.options import as_ranges, parse_generation, seeds_of
+
+FAST = ["--ddim", "--num_inference_steps=5"]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_network, cache_dir, tmp_path_factory) -> Path:
+    """A run with checkpoints at steps 10 and 20."""
+    flags = ["--max_train_steps=20", "--checkpointing_steps=10", "--save_images_steps=1000", "--eval_batch_size=1"]
+    return run_training(tmp_path_factory.mktemp("runs") / "run", [*make_tiny_flags(tiny_network, cache_dir), *flags])
+
+
+def generate(*flags: object) -> None:
+    """The script in this process."""
+    from accelerate.state import AcceleratorState
+
+    import generate as script
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    before, sys.argv = sys.argv, ["generate.py", *map(str, flags)]
+    try:
+        script.main()
+    finally:
+        sys.argv = before
+
+
+def start(*flags: object, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:
+    """The script in processes of its own."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    command = [sys.executable, *launcher, "generate.py", *map(str, flags)]
+    return subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True)
+
+
+TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    files = sorted((folder / "images").rglob("*.png"))
+    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def pixels(folder: Path) -> np.ndarray:
+    return np.stack([np.asarray(Image.open(path)) for path in sorted((folder / "images").rglob("*.png"))])
+
+
+def record(folder: Path) -> dict:
+    return json.loads((folder / "samples.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def reference(run, tmp_path_factory) -> Path:
+    """64 images in batches of 8."""
+    folder = tmp_path_factory.mktemp("reference") / "out"
+    generate(run, *FAST, "--batch_size=8", f"--output_dir={folder}")
+    assert len(hashes(folder)) == 64
+    return folder
+
+
+# The same image for the same seed.
+
+
+def test_an_interrupted_job_on_two_processes_ends_in_the_same_files(run, tmp_path):
+    """SIGTERM in the middle, the same command again, and the files of a single process that was left alone."""
+    flags = [run, "--ddim", "--num_inference_steps=20", "--num_images=400", "--batch_size=8"]
+    process = start(*flags, f"--output_dir={tmp_path / 'two'}", launcher=TWO_PROCESSES)
+    end = time.monotonic() + 120
+    while len(hashes(tmp_path / "two")) < 16 and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=120)[1]
+    there = hashes(tmp_path / "two")
+    assert 16 <= len(there) < 400, errors[-3000:]
+    assert "SIGTERM: stopped after" in errors
+    assert not record(tmp_path / "two")["complete"]
+    times = {name: (tmp_path / "two" / name).stat().st_mtime_ns for name in there}
+
+    process = start(*flags, f"--output_dir={tmp_path / 'two'}", launcher=TWO_PROCESSES)
+    errors = process.communicate(timeout=300)[1]
+    assert process.returncode == 0, errors[-3000:]
+    assert f"{400 - len(there)} of 400 images are missing" in errors
+    assert record(tmp_path / "two")["complete"]
+    assert times == {name: (tmp_path / "two" / name).stat().st_mtime_ns for name in there}  # none was made again
+
+    generate(*flags, f"--output_dir={tmp_path / 'one'}")
+    assert hashes(tmp_path / "two") == hashes(tmp_path / "one")
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_between_batch_sizes_a_grey_level_here_and_there(batch_size, run, reference, tmp_path):
+    generate(run, *FAST, f"--batch_size={batch_size}", f"--output_dir={tmp_path / 'out'}")
+    difference = np.abs(pixels(tmp_path / "out").astype(int) - pixels(reference))
+    assert difference.max() <= 1
+    assert (difference > 0).mean() <= 1e-3
+
+
+def test_killed_and_continued(run, reference, tmp_path):
+    """kill -9 in front of the 20th image's appearance, then the same command."""
+    flags = [run, *FAST, "--batch_size=8", f"--output_dir={tmp_path / 'out'}"]
+    process = start(*flags, EXACT_DDPM_FAULT="image@20")
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    assert 0 < len(hashes(tmp_path / "out")) < 64
+    generate(*flags)
+    assert hashes(tmp_path / "out") == hashes(reference)
+    assert not list((tmp_path / "out" / "images").glob(".*"))
+
+
+@pytest.mark.parametrize("image_format", ["npz", "parquet"])
+def test_other_formats_are_continued_too(image_format, run, reference, tmp_path, monkeypatch):
+    flags = [run, *FAST, "--batch_size=8", f"--output_dir={tmp_path / 'out'}", f"--format={image_format}"]
+    with monkeypatch.context() as patched:
+        batches = iter(range(1000))
+        patched.setattr("common.faults.point", lambda name: next(batches) if name == "generated" else None)
+        patched.setattr(interruption, "requested", lambda: "SIGTERM" if next(batches) > 30 else None)
+        with pytest.raises(interruption.Interrupted, match=r"stopped after \d+ of 64 images"):
+            generate(*flags)
+    there = len(list((tmp_path / "out" / "parts").iterdir()))
+    assert 0 < there < 8
+    generate(*flags)
+    expected = pixels(reference)
+    if image_format == "npz":
+        with np.load(tmp_path / "out" / "samples.npz") as file:
+            assert file["seeds"].tolist() == list(range(64))
+            assert np.array_equal(file["arr_0"][..., 0], expected)
+    else:
+        from datasets import load_dataset
+
+        dataset = load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))["train"]
+        assert dataset["seed"][:] == list(range(64))
+        assert np.array_equal(np.stack([np.asarray(image) for image in dataset["image"]]), expected)
+    assert not (tmp_path / "out" / "parts").exists()
+    # More of them are added to those that are there.
+    generate(*flags, "--seeds=0-69")
+    assert record(tmp_path / "out")["seeds"] == "0-69"
+    assert record(tmp_path / "out")["images"] == 70
+
+
+def test_more_seeds_join_those_that_are_there(run, reference, tmp_path):
+    flags = [run, *FAST, "--batch_size=8", f"--output_dir={tmp_path / 'out'}"]
+    generate(*flags, "--seeds=3,60-63")
+    assert record(tmp_path / "out")["seeds"] == "3,60-63"
+    generate(*flags)
+    assert hashes(tmp_path / "out") == hashes(reference)
+    assert record(tmp_path / "out")["seeds"] == "0-63"
+
+
+def test_many_images_go_into_folders_of_a_thousand(run, tmp_path):
+    generate(run, "--ddim", "--num_inference_steps=1", "--num_images=1001", f"--output_dir={tmp_path / 'out'}")
+    assert (tmp_path / "out" / "images" / "000000" / "000999.png").exists()
+    assert (tmp_path / "out" / "images" / "001000" / "001000.png").exists()
+    generate(run, "--ddim", "--num_inference_steps=1", "--num_images=1001", f"--output_dir={tmp_path / 'out'}")
+
+
+def test_the_batch_size_that_was_chosen_is_kept(run, reference, tmp_path, monkeypatch):
+    """A job that goes on is not measured again: the rest gets the bits that it would have had."""
+    shutil.copytree(reference, tmp_path / "out")
+    for number in range(10, 20):
+        (tmp_path / "out" / "images" / f"{number:06d}.png").unlink()
+
+    def never(*arguments: object) -> int:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("generation.output.choose_batch_size", never)
+    generate(run, *FAST, f"--output_dir={tmp_path / 'out'}")
+    assert hashes(tmp_path / "out") == hashes(reference)
+
+
+# What is named.
+
+
+def test_every_checkpoint_in_one_command(run, tmp_path):
+    generate(run, "--checkpoints", "all", *FAST, "--num_images=4", f"--output_dir={tmp_path / 'out'}")
+    steps = {path.name: record(path)["step"] for path in (tmp_path / "out").iterdir()}
+    assert steps == {"checkpoint-10": 10, "checkpoint-20": 20}
+    assert record(tmp_path / "out" / "checkpoint-10")["sha256"] != record(tmp_path / "out" / "checkpoint-20")["sha256"]
+    assert hashes(tmp_path / "out" / "checkpoint-10") != hashes(tmp_path / "out" / "checkpoint-20")
+
+
+def test_a_stock_pipeline(run, reference, tmp_path):
+    """The folder that stock diffusers saves, and the checkpoint that it came from, give the same files."""
+    from diffusers import DDPMPipeline
+
+    DDPMPipeline.from_pretrained(run).save_pretrained(tmp_path / "stock")
+    generate(tmp_path / "stock", *FAST, "--batch_size=8", f"--output_dir={tmp_path / 'out'}")
+    assert hashes(tmp_path / "out") == hashes(reference)
+    assert record(tmp_path / "out")["weights"] == "pipeline"
+    assert record(tmp_path / "out")["step"] is None
+
+
+def test_the_latest_run_and_its_weights(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="train one first"):
+        find_models(None, [], None)
+    for age, name in ((100, "old"), (0, "new")):
+        shutil.copytree(run, tmp_path / "runs" / name)
+        os.utime(tmp_path / "runs" / name / "metrics.jsonl", (time.time() - age,) * 2)
+    (tmp_path / "runs" / "none").mkdir()
+    (newest,) = find_models(None, [], None)
+    assert (newest.home.name, newest.step, newest.weights) == ("new", 20, "ema")
+    (raw,) = find_models("runs/new", [], "raw")
+    assert raw.sha256 != newest.sha256
+    generate(*FAST, "--num_images=2")
+    assert record(tmp_path / "runs/new/generated/step-20-ema-ddim-5")["images"] == 2
+
+
+def test_a_damaged_checkpoint_is_not_used(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    weights = tmp_path / "run" / "checkpoint-20" / "unet_ema" / "diffusion_pytorch_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert [model.step for model in find_models(str(tmp_path / "run"), [], None)] == [10]
+    assert [model.step for model in find_models(str(tmp_path / "run"), ["all"], None)] == [10]
+    with pytest.raises(UserError, match="--checkpoints 20: .*not a valid checkpoint: .* is not what was written"):
+        find_models(str(tmp_path / "run"), ["20"], None)
+
+
+def test_a_run_without_the_moving_average(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    for step in (10, 20):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}" / "unet_ema")
+    assert find_models(str(tmp_path / "run"), [], None)[0].weights == "raw"
+    with pytest.raises(UserError, match="--weights ema"):
+        find_models(str(tmp_path / "run"), [], "ema")
+
+
+MISTAKES = [
+    (["--seeds=9-5"], "9-5 runs backwards"),
+    (["--seeds=a"], "'a' is neither a number nor a range"),
+    (["--seeds=1,2", "--num_images=3"], "--num_images 3"),
+    (["--num_inference_steps=1001"], "more than the 1000 steps"),
+    (["--ddim", "--ddpm"], "choose one sampler"),
+    (["--eta=0.5"], "--eta 0.5"),
+    (["--ddim", "--eta=1.5"], "must be from 0 to 1"),
+    (["--ddim", "--variance_type=fixed_large"], "--variance_type fixed_large"),
+    (["--scheduler=DPMSolverMultistepScheduler", "--skip_schedule=quadratic"], "chooses its timesteps itself"),
+    (["--scheduler=FlowMatchEulerDiscreteScheduler"], "--scheduler FlowMatchEulerDiscreteScheduler: .*DDIMScheduler"),
+    (["--class_labels", "cat"], "--class_labels cat: .* without classes"),
+    (["--prompt=a cat"], "--prompt 'a cat': .* without captions"),
+    (["--checkpoints", "15"], "--checkpoints 15: .*it has: 10, 20"),
+    (["--interpolate", "1"], "needs two seeds"),
+    (["--interpolate", "1", "2", "--ddpm"], "ddpm adds noise on the way"),
+    (["--step=5"], "unknown flag --step"),
+    (["--batch_size=0"], "--batch_size 0"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), MISTAKES, ids=[" ".join(flags) for flags, _ in MISTAKES])
+def test_mistakes_are_one_line(flags, message, run, tmp_path):
+    with pytest.raises(UserError, match=message):
+        generate(run, *flags, f"--output_dir={tmp_path / 'out'}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_that_are_none(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    shutil.copytree(run / "checkpoint-10", tmp_path / "checkpoint-10")
+    (tmp_path / "checkpoint-10" / "manifest.json").unlink()
+    for name, message in [
+        ("nothing", "there is no such folder"),
+        ("file", "is a file"),
+        ("empty", "is not a model"),
+        ("checkpoint-10", "not a valid checkpoint: manifest.json is missing"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            find_models(str(tmp_path / name), [], None)
+    with pytest.raises(UserError, match="could not be had from the Hub"):
+        find_models("someone/something", [], None)
+    with pytest.raises(UserError, match="name its run instead"):
+        find_models(str(run / "checkpoint-10"), ["10"], None)
+
+
+# Folders.
+
+
+def test_other_settings_are_never_mixed_in(run, reference, tmp_path):
+    shutil.copytree(reference, tmp_path / "out")
+    flags = [run, *FAST, f"--output_dir={tmp_path / 'out'}"]
+    for other, message in [
+        (["--eta=0.5"], "eta 0.0 -> 0.5"),
+        (["--weights=raw"], "weights ema -> raw"),
+        (["--batch_size=16"], "batch_size 8 -> 16"),
+        (["--format=npz"], "format png -> npz"),
+        (["--skip_schedule=quadratic"], "skip_schedule linear -> quadratic"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            generate(*flags, *other)
+    assert hashes(tmp_path / "out") == hashes(reference)
+    (tmp_path / "out" / "mine.txt").touch()
+    generate(*flags, "--eta=0.5", "--overwrite", "--num_images=3")
+    assert len(hashes(tmp_path / "out")) == 3
+    assert (tmp_path / "out" / "mine.txt").exists()
+
+
+def test_what_is_not_generated_is_left_alone(run, tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "mine.png").touch()
+    with pytest.raises(UserError, match="holds something else than generated images"):
+        generate(run, *FAST, f"--output_dir={tmp_path / 'photos'}")
+    with pytest.raises(UserError, match="holds something else than generated images"):
+        generate(run, *FAST, "--overwrite", f"--output_dir={tmp_path / 'photos'}")
+    with pytest.raises(UserError, match="is a file, not a folder"):
+        generate(run, *FAST, f"--output_dir={tmp_path / 'photos' / 'mine.png'}")
+
+
+def test_a_full_disk_is_one_line(run, reference, tmp_path, monkeypatch):
+    written = []
+    write_bytes = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        written.append(path)
+        if len(written) > 20:
+            write_bytes(path, content[:10])
+            raise OSError(28, "No space left on device")
+        return write_bytes(path, content)
+
+    flags = [run, *FAST, "--batch_size=8", f"--output_dir={tmp_path / 'out'}"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(RunFailed, match="No space left on device.*the same command continues"):
+            generate(*flags)
+    assert len(hashes(tmp_path / "out")) == 20
+    assert not list((tmp_path / "out" / "images").glob(".*"))
+    generate(*flags)
+    assert hashes(tmp_path / "out") == hashes(reference)
+
+
+# Pictures.
+
+
+def test_pictures_beside_the_images(run, tmp_path):
+    flags = [run, *FAST, "--num_images=9", f"--output_dir={tmp_path / 'out'}"]
+    generate(*flags, "--progress_gif", "--nearest=3", "--gather_grid")
+    with Image.open(tmp_path / "out" / "progress.gif") as gif:
+        assert 1 < gif.n_frames <= 5  # those that are the same are shown as one
+        assert sum(gif.seek(frame) or gif.info["duration"] for frame in range(gif.n_frames)) == 4 * 80 + 2000
+    assert Image.open(tmp_path / "out" / "grid.png").size == (3 * 50 + 2, 3 * 50 + 2)
+    assert (tmp_path / "out" / "nearest.png").exists()
+
+
+def test_the_nearest_training_image_of_a_training_image_is_itself(run):
+    from generation.pictures import load_training_images, nearest
+
+    images = load_training_images(run, (1, 8, 8), None, None)
+    wanted = torch.tensor([0, 5, 1500])
+    found = nearest(images.crops(wanted, torch.zeros(3, 2)), images, 4)
+    assert found[:, 0].tolist() == wanted.tolist()
+    everything = images.crops(torch.arange(len(images)), torch.zeros(len(images), 2)).double().flatten(1)
+    for index, row in zip(wanted, found, strict=True):
+        distances = (everything - everything[index]).square().sum(1)
+        assert torch.equal(distances[row], distances.sort().values[:4])
+
+
+def test_between_two_seeds(run, reference, tmp_path):
+    """The ends of the row are the images of the seeds."""
+    from generation.grid import image_grid
+
+    generate(run, *FAST, "--interpolate", "3", "5", f"--output_dir={tmp_path / 'out'}")
+    row = np.asarray(Image.open(tmp_path / "out" / "interpolation-3-5.png")).astype(int)
+    for seed, left in ((3, 2), (5, row.shape[1] - 50)):
+        path = reference / "images" / f"{seed:06d}.png"
+        image = torch.from_numpy(np.asarray(Image.open(path)).copy())[None, None]
+        tile = np.asarray(image_grid(image, columns=1))
+        assert np.abs(row[2:50, left : left + 48] - tile).max() <= 1
+
+
+# Seeds as text.
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("0-3", [0, 1, 2, 3]), ("5,0,7-9,8", [0, 5, 7, 8, 9]), (f"{2**63 - 1}", [2**63 - 1])]
+)
+def test_seeds(text, seeds):
+    assert seeds_of(parse_generation([f"--seeds={text}"])) == seeds
+    assert seeds_of(parse_generation([f"--seeds={as_ranges(seeds)}"])) == seeds
+
+
+def test_help_is_quick():
+    code = "import sys, generate\ntry:\n    generate.main()\nexcept SystemExit:\n    print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines()[-1] == "False"

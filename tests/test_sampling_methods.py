@@ -1,0 +1,186 @@
+"""Every sampling method against closed forms in float64, over any sub-sequence."""
+
+import numpy as np
+import pytest
+import torch
+
+from common.randomness import generator_for
+from generation.denoise import denoise
+from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
+from schedulers.sampling import (
+    DDIMSampling,
+    DDPMSampling,
+    DiffusersSampling,
+    UnusableScheduler,
+    linear,
+    quadratic,
+    with_variance,
+)
+
+T = 1000
+SHAPE = (1, 8, 8)
+CUMULATIVE = np.cumprod(1 - np.linspace(1e-4, 0.02, T))
+COMPATIBLE = sorted(compatible.__name__ for compatible in ExactDDPMScheduler().compatibles)
+UNUSABLE = {"EDMEulerScheduler": "noise levels of its own", "DPMSolverSDEScheduler": "torchsde"}
+
+
+def subsequence(kind: str) -> list[int]:
+    if kind == "random":
+        return torch.randperm(T, generator=generator_for("subsequence"))[:60].sort(descending=True).values.tolist()
+    name, steps = kind.split("-")
+    return {"linear": linear, "quadratic": quadratic}[name](T, int(steps))
+
+
+def levels(timesteps: list[int], number: int) -> tuple[float, float]:
+    """a_t and a_s of a step."""
+    a_s = CUMULATIVE[timesteps[number]] if number < len(timesteps) else 1.0
+    return CUMULATIVE[timesteps[number - 1]], a_s
+
+
+def a_step(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A sample, a network's output, noise."""
+    draw = generator_for("step", number)
+    sample, output, noise = (torch.randn(2, *SHAPE, generator=draw) for _ in range(3))
+    return sample, output, noise
+
+
+@pytest.mark.parametrize("variance_type", ["fixed_large", "fixed_small"])
+@pytest.mark.parametrize("kind", ["linear-1000", "linear-37", "linear-2", "linear-1", "quadratic-100", "random"])
+def test_ddpm_steps(kind, variance_type):
+    method = DDPMSampling(build_scheduler(), 10, variance_type)
+    method.timesteps = subsequence(kind)
+    for number in range(1, len(method.timesteps) + 1):
+        a_t, a_s = levels(method.timesteps, number)
+        sample, output, noise = a_step(number)
+        x_t, epsilon, z = (tensor.double().numpy() for tensor in (sample, output, noise))
+        original = np.clip((x_t - np.sqrt(1 - a_t) * epsilon) / np.sqrt(a_t), -1, 1)
+        beta = 1 - a_t / a_s
+        mean = (np.sqrt(a_s) * beta * original + np.sqrt(1 - beta) * (1 - a_s) * x_t) / (1 - a_t)
+        variance = beta if variance_type == "fixed_large" else beta * (1 - a_s) / (1 - a_t)
+        last = number == len(method.timesteps)
+        exact = mean if last else mean + np.sqrt(variance) * z
+        stepped = method.step(output, number, sample, lambda noise=noise: noise)
+        assert np.abs(stepped.double().numpy() - exact).max() < 2e-6, f"step {number}"
+
+
+@pytest.mark.parametrize("clip_sample", [True, False])
+@pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kind", ["linear-1000", "linear-37", "linear-1", "quadratic-100", "random"])
+def test_ddim_steps(kind, eta, clip_sample):
+    """Eq. 12 with eq. 16, as DDIM's code writes it, in terms of epsilon."""
+    scheduler = ExactDDPMScheduler.from_config(build_scheduler().config, clip_sample=clip_sample)
+    method = DDIMSampling(scheduler, 10, eta)
+    method.timesteps = subsequence(kind)
+    for number in range(1, len(method.timesteps) + 1):
+        a_t, a_s = levels(method.timesteps, number)
+        sample, output, noise = a_step(number)
+        x_t, epsilon, z = (tensor.double().numpy() for tensor in (sample, output, noise))
+        original = (x_t - np.sqrt(1 - a_t) * epsilon) / np.sqrt(a_t)
+        if clip_sample:
+            original = np.clip(original, -1, 1)
+            epsilon = (x_t - np.sqrt(a_t) * original) / np.sqrt(1 - a_t)
+        sigma = eta * np.sqrt((1 - a_s) / (1 - a_t) * (1 - a_t / a_s))
+        exact = np.sqrt(a_s) * original + np.sqrt(1 - a_s - sigma**2) * epsilon + sigma * z
+        stepped = method.step(output, number, sample, lambda noise=noise: noise).double().numpy()
+        assert np.abs(stepped - exact).max() < 2e-6 * max(1, np.abs(original).max()), f"step {number}"
+
+
+def test_ddim_with_all_steps_and_eta_1_is_ddpm():
+    ddim = DDIMSampling(build_scheduler(), T, eta=1.0)
+    ddpm = DDPMSampling(build_scheduler(), T, "fixed_small")
+    assert ddim.timesteps == ddpm.timesteps == list(range(T))[::-1]
+    for number in range(1, T + 1):
+        sample, output, noise = a_step(number)
+        steps = [method.step(output, number, sample, lambda noise=noise: noise) for method in (ddim, ddpm)]
+        assert (steps[0] - steps[1]).abs().max() < 2e-6, f"step {number}"
+
+
+def test_ddim_without_noise_asks_for_none():
+    method = DDIMSampling(build_scheduler(), 20)
+    sample, output, _ = a_step(0)
+
+    def noise() -> torch.Tensor:
+        raise AssertionError("noise was drawn")
+
+    for number in range(1, 21):
+        sample = method.step(output, number, sample, noise)
+    assert not method.adds_noise
+
+
+def test_what_variance_follows_from_the_number_of_steps():
+    assert DDPMSampling(build_scheduler(), T).settings["variance_type"] == "fixed_large"
+    assert DDPMSampling(build_scheduler(), 999).settings["variance_type"] == "fixed_small"
+    assert DDPMSampling(build_scheduler(), 100, "fixed_large").scheduler.config.variance_type == "fixed_large"
+    # What the model's configuration says of it does not count: stock pipelines say fixed_small by default.
+    stock = with_variance(build_scheduler().config, "fixed_small")
+    assert DDPMSampling(stock, T).scheduler.config.variance_type == "fixed_large"
+
+
+@pytest.mark.parametrize("total", [10, 100, 333, 1000, 4000])
+def test_quadratic_subsequence_is_that_of_ddim(total):
+    for steps in [2, 3, 10, 20, 50, 100]:
+        published = [int(root**2) for root in np.linspace(0, np.sqrt(total * 0.8), steps)]
+        ours = quadratic(total, steps)
+        assert ours == sorted(set(published), reverse=True)
+        assert all(0 <= t < total for t in ours)
+    assert len(quadratic(1000, 100)) == 96
+    assert quadratic(1000, 1) == [800]
+
+
+def test_a_timestep_that_comes_twice_changes_nothing():
+    method = DDIMSampling(build_scheduler(), 10)
+    sample, output, _ = a_step(0)
+    method.scheduler.register_to_config(clip_sample=False)
+    method.timesteps = [5, 5]
+    assert (method.step(output, 1, sample, None) - sample).abs().max() < 1e-6
+
+
+# The schedulers of diffusers, on data whose perfect network is known: x_0 ~ N(0, 0.25) in every pixel.
+
+
+def perfect(samples: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """E[epsilon | x_t]; between timesteps, where some schedulers go, the cumulative product is interpolated."""
+    cumulative = np.exp(np.interp(t.item(), np.arange(T), np.log(CUMULATIVE)))
+    return ((1 - cumulative) ** 0.5 / (0.25 * cumulative + 1 - cumulative)) * samples
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", [name for name in COMPATIBLE if name not in UNUSABLE])
+def test_schedulers_of_diffusers(name):
+    """They draw the distribution that they should, and an image depends on its seed alone."""
+    method = DiffusersSampling(build_scheduler(), name, 50)
+    seeds = torch.arange(64)
+    torch.manual_seed(0)
+    samples = denoise(perfect, method, seeds, SHAPE)
+    assert 0.4 < samples.std() < 0.6
+    torch.manual_seed(1)
+    others = torch.tensor([7, 1000, 3])
+    again = denoise(perfect, method, others, SHAPE)
+    torch.testing.assert_close(again[[0, 2]], samples[[7, 3]], rtol=0, atol=1e-5)
+    assert not torch.equal(again[1], again[0])
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_schedulers_that_do_not_fit_are_refused(name):
+    with pytest.raises(UnusableScheduler, match=UNUSABLE[name]):
+        DiffusersSampling(build_scheduler(), name, 10)
+
+
+def test_a_scheduler_that_draws_noise_from_elsewhere_is_refused(monkeypatch):
+    from diffusers import DDPMScheduler
+
+    class Careless(DDPMScheduler):
+        def step(self, model_output, timestep, sample, generator=None, return_dict=True):
+            return super().step(model_output, timestep, sample)
+
+    monkeypatch.setattr(ExactDDPMScheduler, "compatibles", [Careless])
+    with pytest.raises(UnusableScheduler, match="depends on more than its seed"):
+        DiffusersSampling(build_scheduler(), "Careless", 10)
+    with pytest.raises(UnusableScheduler, match="use one of Careless"):
+        DiffusersSampling(build_scheduler(), "FlowMatchEulerDiscreteScheduler", 10)
+
+
+@pytest.mark.parametrize("method", [DDPMSampling(build_scheduler(), 100), DDIMSampling(build_scheduler(), 100)])
+def test_our_methods_on_the_same_data(method):
+    samples = denoise(perfect, method, torch.arange(64), SHAPE)
+    assert 0.45 < samples.std() < 0.55
