@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from image_data.batches import TrainingBatches
     from schedulers.ddpm import ExactDDPMScheduler
     from schedulers.timesteps import TimestepSampler
+    from training.conditioning import Unconditional
     from training.config import TrainingConfig
     from training.milestones import Milestones
     from training.tracking import Tracking
@@ -77,6 +79,7 @@ class TrainingState:
     sampler: TimestepSampler
     window: Window
     settings: dict[str, object]
+    condition: dict[str, object] | None = None  # what those who generate images must know of it
     scaler: torch.amp.GradScaler | None = None
     step: int = 0
     train_seconds: float = 0.0
@@ -121,6 +124,7 @@ def train(
     state: TrainingState,
     scheduler: ExactDDPMScheduler,
     batches: TrainingBatches,
+    condition: Unconditional,
     learning_rate: Callable[[int], float],
     total_steps: int,
     tracking: Tracking,
@@ -150,10 +154,11 @@ def train(
         for group in state.optimizer.param_groups:
             group["lr"] = rate
 
-        # Every process draws the timesteps of the whole batch and takes those of its own images.
+        # Every process draws the timesteps and conditions of the whole batch and takes those of its own images.
         draw = generator_for(config.seed, "timesteps", step)
         timesteps, weights = state.sampler.sample(batches.total_batch_size, draw)
         weights = weights * weight_of[timesteps]
+        told = condition.draw(batches.indices(step), step)
 
         # Dropout alone draws from torch's global generators.
         torch.manual_seed(derive_seed(config.seed, "dropout", step, processes.index))
@@ -166,7 +171,8 @@ def train(
             noise = standard_normal(noise_key, rows_here, step, images.shape[1:])
             exchange = len(losses) == len(positions) - 1
             with nullcontext() if exchange else processes.accelerator.no_sync(model):
-                loss = diffusion_loss(model, scheduler, images, noise, t)
+                inputs = {name: to_device(value, device) for name, value in condition.inputs(told[rows]).items()}
+                loss = diffusion_loss(partial(model, **inputs), scheduler, images, noise, t)
                 share = (weight * loss).mean() / len(positions)
                 (share if state.scaler is None else state.scaler.scale(share)).backward()
             losses.append(loss.detach())
@@ -227,7 +233,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def diffusion_loss(
-    model: torch.nn.Module,
+    model: Callable[..., object],
     scheduler: ExactDDPMScheduler,
     images: torch.Tensor,
     noise: torch.Tensor,
