@@ -38,6 +38,17 @@ def side_by_side(pictures: dict[str, Image.Image], rows: Sequence[str] = ()) -> 
     return row
 
 
+def beside_names(picture: Image.Image, rows: Sequence[str]) -> Image.Image:
+    """A grid with the names of its rows, if there are any, at its left."""
+    if not rows:
+        return picture
+    names = names_of_rows(rows, picture.height)
+    both = Image.new(picture.mode, (names.width + picture.width, picture.height), "white")
+    both.paste(names, (0, 0))
+    both.paste(picture, (names.width, 0))
+    return both
+
+
 def names_of_rows(names: Sequence[str], height: int) -> Image.Image:
     """A picture of this height with the names of as many rows, each on one or more lines."""
     lines = [textwrap.wrap(name, LONGEST_LINE) for name in names]

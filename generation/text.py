@@ -30,8 +30,13 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"[^\W_]+", text.lower())
 
 
-def load_text_encoder(name: str, device: torch.device) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """The tokenizer and the frozen encoder of an id on the Hub, a folder, or a package that is installed."""
+def load_text_encoder(
+    name: str, device: torch.device, tokenizer: str | None = None
+) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """The tokenizer and the frozen encoder of an id on the Hub, a folder, or a package that is installed.
+
+    `tokenizer` is the folder of the tokenizer if it is not that of the encoder.
+    """
     from transformers import AutoModel, AutoModelForTextEncoding, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
     from transformers.utils import logging
@@ -41,10 +46,10 @@ def load_text_encoder(name: str, device: torch.device) -> tuple[PreTrainedTokeni
     kind = AutoModelForTextEncoding if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING else AutoModel
     try:
         encoder = kind.from_pretrained(place_of(name), config=config, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(place_of(name))
+        loaded = AutoTokenizer.from_pretrained(tokenizer or place_of(name))
     except Exception as error:  # transformers raises OSError, ValueError, and what a damaged file runs into
         raise UserError(f"--text_encoder {name}: cannot be loaded ({one_line(error)})") from error
-    return tokenizer, encoder.eval().requires_grad_(False).to(device)
+    return loaded, encoder.eval().requires_grad_(False).to(device)
 
 
 def text_encoder_config(name: str) -> PreTrainedConfig:
