@@ -19,7 +19,6 @@ from generation.options import (
     default_sampler,
     describe_method,
     parse_generation,
-    seeds_in_grid,
     seeds_of,
 )
 
@@ -32,8 +31,9 @@ def main() -> None:
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
+    from generation.conditions import condition_of
     from generation.engine import Job, Pace, generate
-    from generation.models import check_conditions, find_models, output_folder
+    from generation.models import find_models, output_folder
     from generation.output import open_collections
     from generation.pictures import draw_pictures, save_interpolation
 
@@ -44,10 +44,10 @@ def main() -> None:
     models = find_models(options.model, options.checkpoints, options.weights) if processes.is_main else None
     jobs, folders = [], []
     for model in processes.collect(models)[0]:
-        check_conditions(model, options.class_labels, options.prompt)
-        job = Job(model, build_method(options, model, default_sampler(options)))
+        condition = condition_of(options, model, processes.device)
+        job = Job(model, build_method(options, model, default_sampler(options)), condition=condition)
         logger.info("%s, %s weights: %s", model.path, model.weights, describe_method(job.method))
-        folder = output_folder(model, job.method, precision)
+        folder = output_folder(model, job.method, precision, condition.name)
         if options.output_dir is not None:
             folder = Path(options.output_dir) / (model.name if options.checkpoints else "")
         jobs.append(job)
@@ -73,9 +73,7 @@ def main() -> None:
         "compile": options.compile,
     }
     with interruption.deferred(), ExitStack() as writers:
-        collections, batch_size = open_collections(
-            jobs, folders, seeds, seeds_in_grid(options, seeds), options, how, processes
-        )
+        collections, batch_size = open_collections(jobs, folders, seeds, options, how, processes)
         pace = Pace(batch_size, channels_last, options.compile)
         of_job = {id(collection.job): collection for collection in collections}
         for collection in collections:
@@ -91,7 +89,7 @@ def main() -> None:
     processes.finish()
     if processes.is_main:
         for collection, images in zip(collections, shown, strict=True):
-            draw_pictures(options, collection.job, processes, pace, images, collection.folder)
+            draw_pictures(options, collection.job, processes, pace, images, collection.layout, collection.folder)
             logger.info("%s holds %d images and grid.png", collection.folder, len(seeds))
 
 

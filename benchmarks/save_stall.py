@@ -22,12 +22,12 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from schedulers.timesteps import Uniform  # noqa: E402
+from common.processes import start_processes  # noqa: E402
 from training.checkpoint import CheckpointWriter, checkpoint_files  # noqa: E402
+from training.conditioning import Unconditional  # noqa: E402
 from training.config import parse_config  # noqa: E402
-from training.loop import TrainingState, Window  # noqa: E402
-from training.model import build_unet  # noqa: E402
-from training.optimizer import build_ema, build_optimizer  # noqa: E402
+from training.images import load_training_images  # noqa: E402
+from training.run import build_run  # noqa: E402
 
 ROUNDS = 7
 
@@ -39,12 +39,11 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    config = parse_config(["--dataset_name=digits", "--resolution=32"])
-    unet = build_unet(32, 3).to(device)
-    state = TrainingState(
-        unet, build_ema(config, unet), build_optimizer(config, unet), Uniform(1000), Window.empty(device), settings={}
-    )
+    # The paper's network; the images do not matter.
+    config = parse_config(["--dataset_name=digits", "--resolution=32", "--channels=3", "--train_batch_size=1"])
+    processes = start_processes("no", config.allow_tf32)
+    run = build_run(config, processes, load_training_images(config, processes), Unconditional())
+    device, state, unet = processes.device, run.state, run.state.unet
     images = torch.randn(1, 3, 32, 32, device=device)
 
     def train_step() -> None:
@@ -52,8 +51,7 @@ def main() -> None:
         state.optimizer.step()
         state.optimizer.zero_grad()
         state.ema.update()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        processes.synchronize()
 
     measured: dict[str, list[float]] = {name: [] for name in ("copy", "save", "written", "step", "step_beside_write")}
     with tempfile.TemporaryDirectory(dir=".") as folder:
@@ -73,7 +71,9 @@ def main() -> None:
                     measured["step_beside_write"].append(took)
             writer.wait()
             measured["written"].append(time.perf_counter() - start)
-        size = sum(path.stat().st_size for path in Path(folder, "checkpoint-0").rglob("*") if path.is_file())
+        size = sum(
+            path.stat().st_size for path in Path(folder, f"checkpoint-{ROUNDS - 1}").rglob("*") if path.is_file()
+        )
 
     medians = {f"{name}_seconds": round(statistics.median(values), 4) for name, values in measured.items()}
     ratio = statistics.median(save / copy for save, copy in zip(measured["save"], measured["copy"], strict=True))

@@ -8,7 +8,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import field, fields
+from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,6 +26,11 @@ def option(default, help: str, **metadata):  # noqa: A002 (argparse's own word)
 
 def names_of(sections: Iterable[type]) -> list[str]:
     return [entry.name for section in sections for entry in fields(section)]
+
+
+def lists_of(sections: Iterable[type]) -> list[str]:
+    """The options that take several words."""
+    return [entry.name for section in sections for entry in fields(section) if entry.default_factory is not MISSING]
 
 
 def parse_options(
@@ -101,8 +106,11 @@ def names_flag(arguments: list[str], name: str) -> bool:
     return any(argument.partition("=")[0].replace("-", "_") == f"__{name}" for argument in arguments)
 
 
-def read_config_file(path: Path, names: Sequence[str], habits: dict[str, str]) -> list[str]:
-    """A YAML file as the flags it stands for, so that both go through the same checks."""
+def read_config_file(path: Path, names: Sequence[str], habits: dict[str, str], lists: Sequence[str] = ()) -> list[str]:
+    """A YAML file as the flags it stands for, so that both go through the same checks.
+
+    Only what is named in `lists` may have several values.
+    """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
@@ -115,6 +123,9 @@ def read_config_file(path: Path, names: Sequence[str], habits: dict[str, str]) -
     for name, value in values.items():
         if name not in names:
             raise UserError(f"--config {path}: " + unknown_name(str(name), "key", names, habits))
+        if isinstance(value, list) and name in lists:
+            flags += [f"--{name}", *map(str, value)] if value else []
+            continue
         if isinstance(value, dict | list):
             raise UserError(f"--config {path}: {name} must be a single value, not {value}")
         if name == "mixed_precision" and value is False:

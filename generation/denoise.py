@@ -1,6 +1,7 @@
 """From seeds to samples: the denoising loop. Image i depends on seed i alone."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -58,8 +59,8 @@ def denoise(
     return samples
 
 
-def network_predict(network: torch.nn.Module) -> Predict:
-    """A network without conditions, as it is called by the loop."""
+def network_predict(network: Callable[..., Any]) -> Predict:
+    """A network, perhaps with what it is told of the samples bound to it, as it is called by the loop."""
 
     def predict(samples: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return network(samples, t).sample.float()

@@ -15,7 +15,8 @@ import torch
 from common import faults, interruption
 from common.errors import UserError, first_line
 from common.progress import progress_bar
-from generation.denoise import Predict, denoise, network_predict, to_uint8
+from generation.conditions import NoCondition
+from generation.denoise import denoise, to_uint8
 
 if TYPE_CHECKING:
     from common.processes import Processes
@@ -30,10 +31,6 @@ PATIENCE_FOR_A_PASS = 5.0  # seconds; larger batches are not tried beyond
 SECONDS_BETWEEN_REPORTS = 1.0
 
 
-def without_conditions(network: torch.nn.Module, seeds: list[int]) -> Predict:
-    return network_predict(network)
-
-
 @dataclass
 class Job:
     """Seeds to generate with one model, divided into batches."""
@@ -41,8 +38,7 @@ class Job:
     model: SavedModel
     method: SamplingMethod
     batches: list[list[int]] = field(default_factory=list)
-    # From the network and a batch's seeds to what the denoising loop calls: the place for labels, prompts, guidance.
-    predict_for: Callable[[torch.nn.Module, list[int]], Predict] = without_conditions
+    condition: NoCondition = NoCondition()  # what the network is told to draw
 
 
 @dataclass(frozen=True)
@@ -142,7 +138,7 @@ class RunningNetwork:
         try:
             with self.processes.accelerator.autocast():
                 samples = denoise(
-                    self.job.predict_for(self.network, padded),
+                    self.job.condition.predict_for(self.network, padded),
                     self.job.method,
                     torch.tensor(padded, device=self.processes.device),
                     self.job.model.shape,
@@ -170,7 +166,7 @@ class RunningNetwork:
         samples = torch.zeros(size, *self.job.model.shape, device=self.processes.device)
         t = torch.zeros((), dtype=torch.long, device=self.processes.device)
         with torch.inference_mode(), self.processes.accelerator.autocast():
-            predict = self.job.predict_for(self.network, seeds)
+            predict = self.job.condition.predict_for(self.network, seeds)
             for _ in range(2):
                 self.processes.synchronize()
                 start = time.perf_counter()

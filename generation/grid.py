@@ -1,10 +1,14 @@
 """Images side by side, for people to look at."""
 
+import textwrap
+from collections.abc import Sequence
+
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
 SMALLEST_TILE = 48
 CAPTION_HEIGHT = 22
+LONGEST_LINE = 24  # characters of a row's name
 
 
 def image_grid(images: torch.Tensor, columns: int, smallest_tile: int = SMALLEST_TILE) -> Image.Image:
@@ -17,16 +21,42 @@ def image_grid(images: torch.Tensor, columns: int, smallest_tile: int = SMALLEST
     return Image.fromarray(grid.permute(1, 2, 0).numpy())
 
 
-def side_by_side(pictures: dict[str, Image.Image]) -> Image.Image:
-    """Pictures in a row, each under its caption."""
+def side_by_side(pictures: dict[str, Image.Image], rows: Sequence[str] = ()) -> Image.Image:
+    """Pictures in a row, each under its caption; `rows` are the names of the rows that all of them have."""
     gap = 12
+    height = max(picture.height for picture in pictures.values())
+    if rows:
+        pictures = {"": names_of_rows(rows, height)} | pictures
     width = sum(picture.width for picture in pictures.values()) + gap * (len(pictures) - 1)
-    height = CAPTION_HEIGHT + max(picture.height for picture in pictures.values())
     modes = {picture.mode for picture in pictures.values()}
-    row = Image.new("RGBA" if "RGBA" in modes else "RGB", (width, height), "white")
+    row = Image.new("RGBA" if "RGBA" in modes else "RGB", (width, CAPTION_HEIGHT + height), "white")
     draw, left = ImageDraw.Draw(row), 0
     for caption, picture in pictures.items():
         draw.text((left + 2, 3), caption, fill="black", font=ImageFont.load_default(14))
         row.paste(picture, (left, CAPTION_HEIGHT))
         left += picture.width + gap
     return row
+
+
+def beside_names(picture: Image.Image, rows: Sequence[str]) -> Image.Image:
+    """A grid with the names of its rows, if there are any, at its left."""
+    if not rows:
+        return picture
+    names = names_of_rows(rows, picture.height)
+    both = Image.new(picture.mode, (names.width + picture.width, picture.height), "white")
+    both.paste(names, (0, 0))
+    both.paste(picture, (names.width, 0))
+    return both
+
+
+def names_of_rows(names: Sequence[str], height: int) -> Image.Image:
+    """A picture of this height with the names of as many rows, each on one or more lines."""
+    lines = [textwrap.wrap(name, LONGEST_LINE) for name in names]
+    font = ImageFont.load_default(14)
+    width = max(font.getlength(line) for several in lines for line in several)
+    column = Image.new("RGB", (round(width) + 8, height), "white")
+    draw = ImageDraw.Draw(column)
+    for number, several in enumerate(lines):
+        middle = (number + 0.5) * height / len(names)
+        draw.multiline_text((4, middle), "\n".join(several), fill="black", font=font, anchor="lm")
+    return column

@@ -86,8 +86,11 @@ class SavedModel:
         return network.to(device).eval()
 
 
-def output_folder(model: SavedModel, method: SamplingMethod, precision: str = "no") -> Path:
-    """Where the images of a model go when no folder is named, and where to look for them."""
+def output_folder(model: SavedModel, method: SamplingMethod, precision: str = "no", told: str = "") -> Path:
+    """Where the images of a model go when no folder is named, and where to look for them.
+
+    `told` is what they were told to show, in short.
+    """
     settings = method.settings
     parts = [model.label, settings["sampler"], str(settings["num_inference_steps"])]
     if settings.get("skip_schedule", "linear") != "linear":
@@ -98,18 +101,9 @@ def output_folder(model: SavedModel, method: SamplingMethod, precision: str = "n
         parts.append(settings["variance_type"])
     if precision != "no":
         parts.append(precision)
+    if told:
+        parts.append(told)
     return model.home / "generated" / "-".join(parts)
-
-
-def check_conditions(model: SavedModel, class_labels: list[str], prompt: str | None) -> None:
-    """Raise if the model cannot be told what it is told, or must be told more."""
-    if class_labels:
-        raise UserError(f"--class_labels {' '.join(class_labels)}: {model.name} was trained without classes")
-    if prompt is not None:
-        raise UserError(f"--prompt '{prompt}': {model.name} was trained without captions")
-    network = model.network_config
-    if network["_class_name"] != "UNet2DModel" or network.get("num_class_embeds") or network.get("class_embed_type"):
-        raise UserError(f"{model.name}: its network wants to be told what to draw, which is not possible yet")
 
 
 def find_models(model: str | None, steps: list[str], weights: str | None) -> list[SavedModel]:

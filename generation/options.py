@@ -62,8 +62,26 @@ class ImageOptions:
 
     seeds: str | None = option(None, "One image for each, e.g. 0-49999 or 0,5,7-9.")
     num_images: int | None = option(None, f"The seeds 0, 1, ... up to so many images (default: {DEFAULT_IMAGES}).")
-    class_labels: list[str] = option([], "Classes to draw, for a model that was trained with them.")
-    prompt: str | None = option(None, "What should appear, for a model that was trained with captions.")
+
+
+@dataclass
+class ConditionOptions:
+    _argument_group_name = "condition, of models that were trained with one"
+
+    class_labels: list[str] = option(
+        [], "Classes to draw by name or number, or 'all' (the default); seeds take turns.", action="extend"
+    )
+    prompt: list[str] = option(
+        [], "What should appear; seeds take turns with several (default: the prompts of the run's grids).",
+        action="extend",
+    )  # fmt: skip
+    prompts_file: str | None = option(None, "File with a prompt on each line.")
+    negative_prompt: str | None = option(None, "What guidance leads away from (default: what is drawn unasked).")
+    guidance_scale: float = option(1.0, "Guidance u + scale (c - u) from the prediction without condition; 1 is none.")
+    guidance_rescale: float = option(
+        0.0, "Share of a guided prediction that gets its deviation from the unguided one, 0 to 1, against glare."
+    )
+    guidance_interval: list[int] = option([], "First and last timestep with guidance (default: all), e.g. 100 800.")
 
 
 @dataclass
@@ -104,7 +122,7 @@ class SpeedOptions:
     )
 
 
-SECTIONS = (ModelOptions, SamplerOptions, ImageOptions, OutputOptions, SpeedOptions)
+SECTIONS = (ModelOptions, SamplerOptions, ImageOptions, ConditionOptions, OutputOptions, SpeedOptions)
 
 HABITS = {
     "steps": "num_inference_steps",
@@ -120,12 +138,18 @@ HABITS = {
     "ema": "weights",
     "sampler": "scheduler",
     "class_label": "class_labels",
+    "label": "class_labels",
+    "labels": "class_labels",
+    "classes": "class_labels",
+    "prompts": "prompt",
+    "cfg": "guidance_scale",
+    "cfg_scale": "guidance_scale",
     "overwrite_output_dir": "overwrite",
 }
 
 
 @dataclass
-class GenerationOptions(SpeedOptions, OutputOptions, ImageOptions, SamplerOptions, ModelOptions):
+class GenerationOptions(SpeedOptions, OutputOptions, ConditionOptions, ImageOptions, SamplerOptions, ModelOptions):
     """All options of generate.py."""
 
 
@@ -148,6 +172,7 @@ def validate(options: GenerationOptions) -> None:
     check_positive(options, ["num_inference_steps", "num_images", "nearest", "batch_size"])
     check_sampler(options, default_sampler(options))
     seeds_of(options)
+    check_condition(options)
     if options.interpolate and len(options.interpolate) != 2:
         raise UserError(f"--interpolate {' '.join(map(str, options.interpolate))}: needs two seeds")
     if options.interpolate and (options.seeds or options.num_images or options.checkpoints):
@@ -156,6 +181,22 @@ def validate(options: GenerationOptions) -> None:
         raise UserError(f"--gather_grid: a grid has at most {LARGEST_GATHERED_GRID} images")
     if options.dataset_name and options.train_data_dir:
         raise UserError("name the training images with either --dataset_name or --train_data_dir, and not with both")
+
+
+def check_condition(options: ConditionOptions) -> None:
+    """Guidance that makes no sense, or that would do nothing."""
+    if options.guidance_scale < 0:
+        raise UserError(f"--guidance_scale {options.guidance_scale:g}: must be 0 or greater; 1 is no guidance")
+    if not 0 <= options.guidance_rescale <= 1:
+        raise UserError(f"--guidance_rescale {options.guidance_rescale:g}: must be from 0 to 1")
+    interval = options.guidance_interval
+    if interval and (len(interval) != 2 or not 0 <= interval[0] <= interval[1]):
+        raise UserError(
+            f"--guidance_interval {' '.join(map(str, interval))}: needs two timesteps, the smaller one first"
+        )
+    for name in ("negative_prompt", "guidance_rescale", "guidance_interval"):
+        if getattr(options, name) and options.guidance_scale == 1:
+            raise UserError(f"--{name} changes guidance, and there is none: add --guidance_scale, e.g. 2")
 
 
 def default_sampler(options: OutputOptions) -> str:
@@ -237,8 +278,8 @@ def seeds_of(options: ImageOptions) -> list[int]:
     return sorted(seeds)
 
 
-def seeds_in_grid(options: OutputOptions, seeds: list[int]) -> list[int]:
-    return seeds if options.gather_grid else seeds[:DEFAULT_IMAGES]
+def images_in_grid(options: OutputOptions, seeds: list[int]) -> int:
+    return len(seeds) if options.gather_grid else DEFAULT_IMAGES
 
 
 def as_ranges(seeds: list[int]) -> str:

@@ -20,11 +20,12 @@ from common.errors import UserError
 from common.files import first_existing, write_atomically
 from common.lock import LOCK_FILE, lock
 from generation.engine import Job, choose_batch_size, divide
-from generation.options import as_ranges
+from generation.options import as_ranges, images_in_grid
 from generation.writers import IMAGES_PER_FOLDER, WRITTEN, ImageWriter, open_writer, said_in_one_line
 
 if TYPE_CHECKING:
     from common.processes import Processes
+    from generation.conditions import Layout
     from generation.models import SavedModel
     from generation.options import GenerationOptions
     from schedulers.sampling import SamplingMethod
@@ -35,15 +36,17 @@ RECORD = "samples.json"
 PICTURES = ("grid.png", "progress.gif", "nearest.png")
 
 
-def settings_of(model: SavedModel, method: SamplingMethod, image_format: str, how: dict[str, Any]) -> dict[str, Any]:
+def settings_of(job: Job, image_format: str, how: dict[str, Any]) -> dict[str, Any]:
     """What two sets of images must have in common to be one. `how` is precision and pace."""
     return {
-        "sha256": model.sha256,
-        "weights": model.weights,
-        "num_train_timesteps": model.scheduler.config.num_train_timesteps,
+        "sha256": job.model.sha256,
+        "weights": job.model.weights,
+        "num_train_timesteps": job.model.scheduler.config.num_train_timesteps,
         **{"sampler": None, "num_inference_steps": None, "skip_schedule": None, "eta": None, "variance_type": None},
-        **method.settings,
-        **{"labels": None, "prompts": None, "guidance_scale": None},
+        **job.method.settings,
+        **{"labels": None, "prompts": None, "negative_prompt": None},
+        **{"guidance_scale": None, "guidance_rescale": None, "guidance_interval": None},
+        **job.condition.settings,
         **how,
         "format": image_format,
     }
@@ -184,10 +187,11 @@ class Collection:
     """The images of one job on this process: written where they are missing, kept where they are to be shown."""
 
     def __init__(
-        self, job: Job, folder: Path, writer: ImageWriter, missing: set[int], shown: list[int], record: Record | None
+        self, job: Job, folder: Path, writer: ImageWriter, missing: set[int], layout: Layout, record: Record | None
     ):
         self.job, self.folder, self.writer = job, folder, writer
-        self.missing, self.shown, self.record = missing, shown, record
+        self.missing, self.layout, self.record = missing, layout, record
+        self.shown = layout.seeds
         self._kept: dict[int, torch.Tensor] = {}
 
     def add(self, seeds: list[int], images: torch.Tensor) -> None:
@@ -216,7 +220,6 @@ def open_collections(
     jobs: list[Job],
     folders: list[Path],
     seeds: list[int],
-    shown: list[int],
     options: GenerationOptions,
     how: dict[str, Any],
     processes: Processes,
@@ -225,7 +228,7 @@ def open_collections(
     records: list[Record] = []
     if processes.is_main:
         for job, folder in zip(jobs, folders, strict=True):
-            settings = settings_of(job.model, job.method, options.format, {**how, "batch_size": options.batch_size})
+            settings = settings_of(job, options.format, {**how, "batch_size": options.batch_size})
             telling = telling_of(job.model, job.method, processes.device.type)
             records.append(Record(folder, settings, telling, seeds, options.overwrite))
     chosen = next((record.batch_size for record in records if record.batch_size), None)
@@ -236,5 +239,6 @@ def open_collections(
         jobs[number].batches = [batch for batch in divide(seeds, batch_size) if missing.intersection(batch)]
         writer = open_writer(folders[number], options.format, in_subfolders)
         record = records[number] if processes.is_main else None
-        collections.append(Collection(jobs[number], folders[number], writer, missing, shown, record))
+        layout = jobs[number].condition.layout(seeds, images_in_grid(options, seeds))
+        collections.append(Collection(jobs[number], folders[number], writer, missing, layout, record))
     return collections, batch_size

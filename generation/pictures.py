@@ -16,7 +16,7 @@ from common.progress import progress_bar
 from common.randomness import standard_normal
 from generation.denoise import NOISE_KEY, to_uint8
 from generation.engine import Job, Pace, RunningNetwork
-from generation.grid import image_grid, side_by_side
+from generation.grid import beside_names, image_grid, side_by_side
 from generation.models import CONFIG
 from generation.options import seeds_of
 from generation.writers import said_in_one_line, written_aside
@@ -25,6 +25,7 @@ from image_data.store import prepare_images
 
 if TYPE_CHECKING:
     from common.processes import Processes
+    from generation.conditions import Layout
     from generation.options import GenerationOptions
     from image_data.store import InMemoryImages, StreamedImages
 
@@ -40,10 +41,16 @@ def save(picture: Image.Image, path: Path, **how: object) -> None:
 
 
 def draw_pictures(
-    options: GenerationOptions, job: Job, processes: Processes, pace: Pace, shown: torch.Tensor, folder: Path
+    options: GenerationOptions,
+    job: Job,
+    processes: Processes,
+    pace: Pace,
+    shown: torch.Tensor,
+    layout: Layout,
+    folder: Path,
 ) -> None:
     """The grid, and what was asked for besides."""
-    save(image_grid(shown, columns=max(1, round(len(shown) ** 0.5))), folder / "grid.png")
+    save(laid_out(shown, layout), folder / "grid.png")
     if options.progress_gif:
         save_progress(job, processes, pace, seeds_of(options)[:SHOWN], folder / "progress.gif")
     if options.nearest:
@@ -52,6 +59,13 @@ def draw_pictures(
         )
         count = min(options.nearest, len(training_images))
         save_nearest(shown[:SHOWN], training_images, count, folder / "nearest.png")
+
+
+def laid_out(images: torch.Tensor, layout: Layout) -> Image.Image:
+    """The images in their places, with the names of the rows if these have any."""
+    places = torch.full((len(layout.places), *images.shape[1:]), 255, dtype=torch.uint8)
+    places[[place for place, seed in enumerate(layout.places) if seed is not None]] = images
+    return beside_names(image_grid(places, layout.columns), layout.row_names)
 
 
 def save_progress(job: Job, processes: Processes, pace: Pace, seeds: list[int], path: Path) -> None:

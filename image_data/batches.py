@@ -25,12 +25,45 @@ def normalised(images: torch.Tensor) -> torch.Tensor:
     return images.float() / 127.5 - 1
 
 
+class BalancedOrder:
+    """An endless order in which every class comes equally often, whatever its size.
+
+    It consists of rounds: each shows one image of every class, the classes shuffled. The images of a class come in
+    epochs of its own, every one once in each.
+    """
+
+    def __init__(self, labels: torch.Tensor, seed: int) -> None:
+        self._members = [torch.nonzero(labels == label).flatten() for label in labels.unique()]
+        self._seed = seed
+        self._orders: dict[int, tuple[int, torch.Tensor]] = {}  # of each class the epoch it is in
+
+    def between(self, start: int, end: int) -> torch.Tensor:
+        """The images at these places of the order."""
+        size = len(self._members)
+        first = start // size
+        rounds = [self._round(number) for number in range(first, -(-end // size))]
+        return torch.cat(rounds)[start - first * size : end - first * size]
+
+    def _round(self, number: int) -> torch.Tensor:
+        classes = torch.randperm(len(self._members), generator=generator_for(self._seed, "classes", number))
+        return torch.stack([self._image(index, number) for index in classes.tolist()])
+
+    def _image(self, index: int, number: int) -> torch.Tensor:
+        """The image of a class that comes after `number` others of it."""
+        members = self._members[index]
+        epoch, position = divmod(number, len(members))
+        if self._orders.get(index, (-1,))[0] != epoch:
+            generator = generator_for(self._seed, "order", index, epoch)
+            self._orders[index] = epoch, torch.randperm(len(members), generator=generator)
+        return members[self._orders[index][1][position]]
+
+
 class TrainingBatches:
     """The batches of a training run, from any step on, as one process of any number of processes sees them.
 
     A global batch is cut into micro-batches, and these are dealt to the processes in turn. Order, crops and flips are
     drawn for the global batch, so that they do not depend on how many processes share it, on workers, or on whether
-    the run was interrupted.
+    the run was interrupted. With `balanced_labels`, the class of every image, all classes come equally often.
     """
 
     def __init__(
@@ -44,6 +77,7 @@ class TrainingBatches:
         num_processes: int,
         gradient_accumulation_steps: int,
         num_workers: int,
+        balanced_labels: torch.Tensor | None = None,
     ) -> None:
         micro_batches = num_processes * gradient_accumulation_steps
         if total_batch_size % micro_batches:
@@ -58,6 +92,7 @@ class TrainingBatches:
             )
         self.images, self.total_batch_size, self.seed, self.random_flip = images, total_batch_size, seed, random_flip
         self.steps_per_epoch = len(images) // total_batch_size  # the last, partial batch is dropped
+        self._balanced = None if balanced_labels is None else BalancedOrder(balanced_labels, seed)
         # Positions in the global batch of this process's images, [accumulation, per device].
         positions = torch.arange(total_batch_size).view(gradient_accumulation_steps, num_processes, -1)
         self.positions = positions[:, process_index]
@@ -66,6 +101,8 @@ class TrainingBatches:
 
     def indices(self, step: int) -> torch.Tensor:
         """The images of a step's global batch."""
+        if self._balanced is not None:
+            return self._balanced.between(step * self.total_batch_size, (step + 1) * self.total_batch_size)
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.total_batch_size
         return epoch_order(len(self.images), self.seed, epoch)[start : start + self.total_batch_size]

@@ -1,5 +1,6 @@
 """What several tests share: a run of the training script in this process, and a network small enough for it."""
 
+import importlib
 import json
 import logging
 import os
@@ -68,6 +69,56 @@ def network_without_dropout(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def text_encoder(tmp_path_factory) -> Path:
+    """An encoder with random weights and the words that captions of digits are made of."""
+    import torch
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    folder = tmp_path_factory.mktemp("tiny") / "encoder"
+    folder.mkdir()
+    words = "[PAD] [UNK] [CLS] [SEP] a the handwritten digit zero one two three four five six seven eight nine".split()
+    vocabulary = {word: number for number, word in enumerate(words)}
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=8,
+    )
+    BertModel(config).save_pretrained(folder)
+    BertTokenizer(vocab=vocabulary, model_max_length=512).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_network(tmp_path_factory) -> Path:
+    """A network that reads text, as small as the others."""
+    from diffusers import UNet2DConditionModel
+
+    from training.model import PAPER_ARITHMETIC
+
+    folder = tmp_path_factory.mktemp("tiny") / "network"
+    settings = {
+        **PAPER_ARITHMETIC,
+        "norm_num_groups": 4,
+        "layers_per_block": 1,
+        "attention_head_dim": 2,
+        "sample_size": 8,
+        "in_channels": 1,
+        "out_channels": 1,
+        "block_out_channels": (8, 16),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "cross_attention_dim": 16,
+        "dropout": 0.1,
+    }
+    UNet2DConditionModel(**settings).save_config(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory) -> Path:
     """Decoded data of the tests, away from the user's."""
     return tmp_path_factory.mktemp("cache")
@@ -78,16 +129,14 @@ def tiny_flags(tiny_network, cache_dir) -> list[str]:
     return make_tiny_flags(tiny_network, cache_dir)
 
 
-def run_training(output_dir: Path, flags: list[str]) -> Path:
-    """The training script in this process; the run's folder is returned."""
+def run_training(output_dir: Path, flags: list[str], script: str = "train_unconditional") -> Path:
+    """A training script in this process; the run's folder is returned."""
     from accelerate.state import AcceleratorState
 
-    import train_unconditional
-
     AcceleratorState._reset_state(reset_partial_state=True)
-    before, sys.argv = sys.argv, ["train_unconditional.py", *flags, f"--output_dir={output_dir}"]
+    before, sys.argv = sys.argv, [f"{script}.py", *flags, f"--output_dir={output_dir}"]
     try:
-        train_unconditional.main()
+        importlib.import_module(script).main()
     finally:
         sys.argv = before
     return output_dir
@@ -99,6 +148,17 @@ def train(tiny_flags) -> Callable[..., Path]:
 
     def run(output_dir: Path, *flags: str, base: list[str] = tiny_flags) -> Path:
         return run_training(output_dir, [*base, *flags])
+
+    yield run
+    logging.getLogger().handlers.clear()
+
+
+@pytest.fixture
+def train_conditional(tiny_flags) -> Callable[..., Path]:
+    """As `train`, with a condition."""
+
+    def run(output_dir: Path, *flags: str, base: list[str] = tiny_flags) -> Path:
+        return run_training(output_dir, [*base, *flags], script="train_conditional")
 
     yield run
     logging.getLogger().handlers.clear()

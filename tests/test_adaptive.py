@@ -18,7 +18,7 @@ from scipy.stats import beta, kstest
 from sklearn.feature_selection import SelectKBest, f_regression
 from storm import TIMING
 
-import training.loop
+import training.run
 from common.errors import UserError
 from common.randomness import generator_for
 from schedulers.adaptive import TRIES, AdaptiveTimestepSampling, LossSecondMoment, beta_draws, most_telling
@@ -195,7 +195,7 @@ def test_another_history_does_not_fit(train, tmp_path):
 
 def note(name: Path, run: Callable[[], object]) -> None:
     """Run a training; write down what this process drew, and the state that its sampler ended with."""
-    drawn, draw, train_loop = [], TimestepSampling.draw, training.loop.train
+    drawn, draw, train_loop = [], TimestepSampling.draw, training.run.train
 
     def noting_draw(self, step, pixels):
         timesteps, weights = draw(self, step, pixels)
@@ -209,7 +209,7 @@ def note(name: Path, run: Callable[[], object]) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TimestepSampling, "draw", noting_draw)
-        patch.setattr(training.loop, "train", noting_loop)
+        patch.setattr(training.run, "train", noting_loop)
         run()
 
 

@@ -16,11 +16,13 @@ BIN = Path(sys.executable).parent
 FLAGS = ["--max_train_steps=6", "--save_images_steps=3", "--checkpointing_steps=3", "--dropout=0"]
 
 
-def launch(launcher: list[str], flags: list[str], succeed: bool = True) -> subprocess.CompletedProcess:
+def launch(
+    launcher: list[str], flags: list[str], succeed: bool = True, script: str = "train_unconditional.py"
+) -> subprocess.CompletedProcess:
     # One thread each: two processes with two threads on two cores stand in each other's way.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [*launcher, "train_unconditional.py", *flags],
+        [*launcher, script, *flags],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -15,7 +15,7 @@ from training.model import PAPER_ARITHMETIC, PAPER_CIFAR10, PAPER_CIFAR10_PARAME
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import UNet2DModel
+    from diffusers import UNet2DConditionModel, UNet2DModel
     from ema_pytorch import EMA
 
     from schedulers.ddpm import ExactDDPMScheduler
@@ -49,6 +49,7 @@ def audit(
     return [
         Row("data", "50,000 images", f"{num_images:,} images"),
         Row("network", f"{PAPER_CIFAR10_PARAMETERS:,} parameters, 32x32x3", describe_network(unet)),
+        Row("condition", "none", describe_condition(unet)),
         Row("dropout", "0.1", f"{unet.config.dropout:g}"),
         Row("init", "Xavier-uniform, zero residual outputs", describe_initialization(unet)),
         Row("schedule", "linear 0.0001 to 0.02, T=1000, float64", describe_schedule(scheduler)),
@@ -76,6 +77,14 @@ def describe_network(unet: UNet2DModel) -> str:
     telling = PAPER_CIFAR10.keys() - {"dropout"} if count == PAPER_CIFAR10_PARAMETERS else PAPER_ARITHMETIC.keys()
     hidden = sorted(name for name in telling if _plain(unet.config[name]) != PAPER_CIFAR10[name])
     return text + (f", other {', '.join(hidden)}" if hidden else "")
+
+
+def describe_condition(unet: UNet2DModel | UNet2DConditionModel) -> str:
+    """What the network is told of an image besides its timestep."""
+    if unet.class_embedding is not None:
+        return f"{unet.config.num_class_embeds - 1} classes, and none"
+    width = unet.config.get("cross_attention_dim")
+    return "none" if width is None else f"text, {width} wide"
 
 
 def _plain(value: object) -> object:

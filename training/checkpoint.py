@@ -4,6 +4,7 @@
         unet/  unet_ema/          diffusers folders, safetensors
         optimizer.safetensors     exp_avg, exp_avg_sq and step of every parameter, by name
         sampler.safetensors       the state of the timestep sampler
+        condition.json            classes, or encoder and vocabulary, if the network is told something of the images
         state.json                step, training time and the few numbers that are not tensors
         manifest.json             size and SHA-256 of every other file, written last
 
@@ -36,6 +37,7 @@ from common.checkpoints import (
 )
 from common.errors import RunFailed, UserError
 from common.files import replace_folder, sync
+from generation.conditions import CONDITION_FILE
 from training.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 # A run with another of these is no continuation of the same run.
 ANOTHER_TASK = """
-    ddpm_num_steps ddpm_beta_schedule prediction_type resolution channels images use_ema
+    ddpm_num_steps ddpm_beta_schedule prediction_type resolution channels images use_ema condition class_names encoder
 """.split()
 CheckpointFile = str | dict[str, torch.Tensor]
 
@@ -134,6 +136,8 @@ def checkpoint_files(state: TrainingState) -> dict[str, CheckpointFile]:
         files[f"{folder}/{WEIGHTS}"] = copy_out(network.state_dict())
     files["optimizer.safetensors"] = copy_out(optimizer_tensors(state))
     files["sampler.safetensors"] = copy_out(state.timesteps.state_dict())
+    if state.condition is not None:
+        files[CONDITION_FILE] = as_json(state.condition)
     files["state.json"] = as_json(state.numbers())
     return files
 

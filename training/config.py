@@ -6,7 +6,7 @@ Nothing heavy is imported here, so that `--help` answers at once.
 
 import difflib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -20,6 +20,7 @@ from common.options import (
     check_not_negative,
     check_positive,
     check_values,
+    lists_of,
     names_flag,
     names_of,
     option,
@@ -64,6 +65,33 @@ class DataOptions:
     )
     in_memory_limit_gb: float = option(8.0, "Decoded data up to this size is held in memory, more is streamed.")
     on_bad_image: Literal["fail", "skip"] = option("fail", "What to do with a file that cannot be decoded.")
+
+
+@dataclass
+class ConditioningOptions:
+    """Of train_conditional.py alone."""
+
+    _argument_group_name = "condition"
+
+    condition: Literal["class", "text"] = option("class", "What the network is told of each image.")
+    label_column: str | None = option(
+        None, "Column with the classes; found by itself if there is only one, or by the folders the images are in."
+    )
+    caption_column: str | None = option(
+        None, "Column with one or several captions of each image; found by itself. Without one, classes are described."
+    )
+    caption_template: list[str] = option(
+        [],
+        "One or several captions made of the class, as in 'a photo of a {class}', which is also the default when there "
+        "are no captions; which of them an image gets is drawn at every step.",
+    )
+    text_encoder: str = option(
+        "openai/clip-vit-base-patch32",
+        "Frozen encoder of the captions: an id on the Hub, a folder, or all-MiniLM-L6-v2, which comes as a package.",
+    )
+    condition_dropout: float = option(0.1, "Share of the images without a condition, for classifier-free guidance.")
+    balance: bool = option(False, "Show all classes equally often, however many images they have.")
+    validation_prompts: list[str] = option([], "Prompts of the sample grids (default: a caption of each class).")
 
 
 @dataclass
@@ -236,6 +264,7 @@ SECTIONS = (
     HubOptions,
     SystemOptions,
 )
+CONDITIONAL_SECTIONS = (DataOptions, ConditioningOptions, *SECTIONS[1:])
 
 
 @dataclass
@@ -254,7 +283,12 @@ class TrainingConfig(
     """All options of a training run."""
 
 
-DIGITS_CONFIG = Path(__file__).parent.parent / "configs" / "digits.yaml"
+@dataclass
+class ConditionalConfig(ConditioningOptions, TrainingConfig):
+    """All options of a training run with a condition."""
+
+
+CONFIGS = Path(__file__).parent.parent / "configs"
 
 # What belongs to one invocation and not to the run, or must not be written down.
 NOT_SAVED = """
@@ -284,6 +318,10 @@ HABITS = {
     "ema": "use_ema",
     "no_flip": "no_random_flip",
     "resume": "resume_from_checkpoint",
+    "class_conditional": "condition",
+    "prompt": "validation_prompts",
+    "validation_prompt": "validation_prompts",
+    "cfg_dropout": "condition_dropout",
 }
 
 POSITIVE = """
@@ -301,31 +339,47 @@ BELOW_ONE = "dropout adam_beta1 adam_beta2 ema_max_decay".split()
 
 
 def parse_config(arguments: list[str]) -> TrainingConfig:
-    """Flags over the YAML file over the defaults; an unknown name is an error that suggests the nearest."""
-    config_file = config_file_of(arguments)
-    names = [*names_of(SECTIONS), "report_to"]
-    from_file = read_config_file(Path(config_file), names, HABITS) if config_file else []
-    for pair in RIVALS:
-        for flag, rival in (pair, pair[::-1]):
-            if names_flag(arguments, flag) and not names_flag(arguments, rival):
-                from_file = [given for given in from_file if not given.startswith(f"--{rival}=")]
-    values = parse_options(
-        SECTIONS,
-        arguments,
-        description="The defaults are the paper's. Without data and without a file, configs/digits.yaml is used.",
-        from_file=from_file,
-        habits=HABITS,
-    )
-    config = TrainingConfig(**values)
+    """The options of train_unconditional.py, `validate`d."""
+    config = TrainingConfig(**parse_sections(SECTIONS, arguments, CONFIGS / "digits.yaml"))
     validate(config)
     return config
 
 
-def config_file_of(arguments: list[str]) -> str | None:
-    """The YAML file that the flags name; the digits' when they name neither a file nor data."""
+def parse_conditional_config(arguments: list[str]) -> ConditionalConfig:
+    """The options of train_conditional.py, `validate`d."""
+    condition = value_of_flag(arguments, "condition", "class or text")
+    digits = CONFIGS / ("digits_text.yaml" if condition == "text" else "digits_class.yaml")
+    config = ConditionalConfig(**parse_sections(CONDITIONAL_SECTIONS, arguments, digits))
+    validate(config)
+    validate_condition(config)
+    return config
+
+
+def parse_sections(sections: Sequence[type], arguments: list[str], digits: Path) -> dict[str, object]:
+    """Flags over the YAML file over the defaults; an unknown name is an error that suggests the nearest.
+
+    `digits` is the file that is read when the flags name neither a file nor data.
+    """
     named = value_of_flag(arguments, "config", "the name of a YAML file")
     names_data = names_flag(arguments, "dataset_name") or names_flag(arguments, "train_data_dir")
-    return str(DIGITS_CONFIG) if named is None and not names_data else named
+    config_file = str(digits) if named is None and not names_data else named
+    names = [*names_of(CONDITIONAL_SECTIONS), "report_to"]
+    lists = lists_of(CONDITIONAL_SECTIONS)
+    from_file = read_config_file(Path(config_file), names, HABITS, lists) if config_file else []
+    for name in names_of(CONDITIONAL_SECTIONS):
+        if name not in names_of(sections) and names_flag([*from_file, *arguments], name):
+            raise UserError(f"{name} is an option of train_conditional.py{f' (in {named})' if named else ''}")
+    for pair in RIVALS:
+        for flag, rival in (pair, pair[::-1]):
+            if names_flag(arguments, flag) and not names_flag(arguments, rival):
+                from_file = [given for given in from_file if not given.startswith(f"--{rival}=")]
+    return parse_options(
+        sections,
+        arguments,
+        description=f"The defaults are the paper's. Without data and without a file, configs/{digits.name} is used.",
+        from_file=from_file,
+        habits=HABITS,
+    )
 
 
 def validate(config: TrainingConfig) -> None:
@@ -367,11 +421,26 @@ def names_own_file(timestep_sampler: str) -> bool:
     return ".py:" in timestep_sampler
 
 
+def validate_condition(config: ConditionalConfig) -> None:
+    """What no condition can be."""
+    check_below_one(config, ["condition_dropout"])
+    for template in config.caption_template:
+        if "{class}" not in template:
+            raise UserError(f"--caption_template {template!r}: must say where the class comes, as in 'a {{class}}'")
+    if config.condition == "class":
+        for name in ("caption_column", "caption_template", "validation_prompts"):
+            if getattr(config, name):
+                raise UserError(f"--{name} is for captions: add --condition text")
+    if config.caption_column and config.caption_template:
+        raise UserError("--caption_column and --caption_template are two ways to say one thing: give one of them")
+
+
 # What may change between two parts of a run without making it another run.
 HARMLESS = {
     *(entry.name for section in (HubOptions, OutputOptions, LengthOptions) for entry in fields(section)),
     *("cache_dir", "dataloader_num_workers", "in_memory_limit_gb", "on_bad_image", "train_batch_size"),
-    *("gradient_accumulation_steps", "config", "dry_run"),
+    *("gradient_accumulation_steps", "config", "dry_run", "validation_prompts"),
+    "text_encoder",  # the encoder itself is compared, not the place it was loaded from
 } - {"seed"}
 
 
@@ -401,7 +470,10 @@ def as_yaml(config: TrainingConfig) -> str:
     """The configuration as it would be written in a file, without what is not the run's."""
     values = {name: value for name, value in asdict(config).items() if name not in NOT_SAVED}
     ordered = {
-        entry.name: values[entry.name] for section in SECTIONS for entry in fields(section) if entry.name in values
+        entry.name: values[entry.name]
+        for section in CONDITIONAL_SECTIONS
+        for entry in fields(section)
+        if entry.name in values
     }
     return yaml.safe_dump(ordered, sort_keys=False)
 

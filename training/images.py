@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,16 +14,25 @@ from image_data.store import prepare_images
 
 if TYPE_CHECKING:
     from common.processes import Processes
+    from image_data.sources import ImageSource
     from image_data.store import InMemoryImages, StreamedImages
     from training.config import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
 
-def load_training_images(
-    config: TrainingConfig, processes: Processes
-) -> tuple[InMemoryImages | StreamedImages, int, int]:
-    """The images, decoded once per machine; their number of channels; and the number of workers that stream them."""
+@dataclass(frozen=True)
+class TrainingImages:
+    """The images of a run, where they come from, and the processes that stream them if they do not fit into memory."""
+
+    images: InMemoryImages | StreamedImages
+    source: ImageSource
+    channels: int
+    num_workers: int
+
+
+def load_training_images(config: TrainingConfig, processes: Processes) -> TrainingImages:
+    """The images that the configuration names, decoded once per machine."""
     from datasets.utils.logging import disable_progress_bar
 
     if not processes.is_local_main:
@@ -64,4 +74,4 @@ def load_training_images(
         listed = "\n".join(f"  {name}" for name in images.skipped[:20])
         more = f"\n  and {len(images.skipped) - 20} more" if len(images.skipped) > 20 else ""
         logger.warning("%d image(s) could not be decoded and are left out:\n%s%s", len(images.skipped), listed, more)
-    return images, channels, num_workers
+    return TrainingImages(images, source, channels, num_workers)

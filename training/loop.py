@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from common.processes import Processes
     from image_data.batches import TrainingBatches
     from schedulers.ddpm import ExactDDPMScheduler
+    from training.conditioning import Unconditional
     from training.config import TrainingConfig
     from training.milestones import Milestones
     from training.timesteps import TimestepSampling
@@ -92,6 +93,7 @@ class TrainingState:
     timesteps: TimestepSampling
     window: Window
     settings: dict[str, object]
+    condition: dict[str, object] | None = None  # what those who generate images must know of it
     scaler: torch.amp.GradScaler | None = None
     step: int = 0
     train_seconds: float = 0.0
@@ -136,6 +138,7 @@ def train(
     state: TrainingState,
     scheduler: ExactDDPMScheduler,
     batches: TrainingBatches,
+    condition: Unconditional,
     learning_rate: Callable[[int], float],
     total_steps: int,
     tracking: Tracking,
@@ -164,20 +167,21 @@ def train(
         for group in state.optimizer.param_groups:
             group["lr"] = rate
 
-        # Every process draws the timesteps of the whole batch and takes those of its own images.
+        # Every process draws the timesteps and conditions of the whole batch and takes those of its own images.
         timesteps, weights = state.timesteps.draw(step, pixels)
+        told = condition.draw(batches.indices(step), step)[positions]
 
         # Dropout alone draws from torch's global generators.
         torch.manual_seed(derive_seed(config.seed, "dropout", step, processes.index))
 
         # Forward and backward; the processes exchange gradients on the last pass.
         losses, objective = [], torch.zeros((), device=device)
-        for images, t, weight, rows_here in zip(pixels, timesteps, weights, positions_here, strict=True):
+        for images, t, weight, rows, rows_here in zip(pixels, timesteps, weights, told, positions_here, strict=True):
             images = normalised(to_device(images, device))
             noise = standard_normal(noise_key, rows_here, step, images.shape[1:])
             exchange = len(losses) == len(positions) - 1
             with nullcontext() if exchange else processes.accelerator.no_sync(model):
-                loss = diffusion_loss(model, scheduler, images, noise, t)
+                loss = diffusion_loss(conditioned(model, condition, rows, device), scheduler, images, noise, t)
                 share = (weight * loss).mean() / len(positions)
                 (share if state.scaler is None else state.scaler.scale(share)).backward()
             losses.append(loss.detach())
@@ -192,7 +196,8 @@ def train(
             losses, timesteps, weights, objective, gradient_norm, state, processes, scheduler.config.num_train_timesteps
         )
         failed_at = torch.where(all_finite, failed_at, failed_at.clamp(max=step))
-        with state.timesteps.around_update(step, state.unet, partial(losses_of_rows, state.unet, scheduler, pixels)):
+        losses_now = partial(losses_of_rows, state.unet, scheduler, condition, pixels, told.flatten())
+        with state.timesteps.around_update(step, state.unet, losses_now):
             update(state, failed_at)
         state.timesteps.hear(step, of_batch)
         faults.point("update")
@@ -234,8 +239,15 @@ def is_over(config: TrainingConfig, processes: Processes, step: int, seconds: fl
     return processes.any(seconds >= config.max_train_seconds)
 
 
+def conditioned(
+    model: torch.nn.Module, condition: Unconditional, rows: torch.Tensor, device: torch.device
+) -> Callable[..., object]:
+    """The network, told these rows of the table of conditions."""
+    return partial(model, **{name: to_device(value, device) for name, value in condition.inputs(rows).items()})
+
+
 def diffusion_loss(
-    model: torch.nn.Module,
+    model: Callable[..., object],
     scheduler: ExactDDPMScheduler,
     images: torch.Tensor,
     noise: torch.Tensor,
@@ -251,14 +263,16 @@ def diffusion_loss(
 def losses_of_rows(
     model: torch.nn.Module,
     scheduler: ExactDDPMScheduler,
+    condition: Unconditional,
     pixels: torch.Tensor,
+    told: torch.Tensor,
     rows: torch.Tensor,
     noise: torch.Tensor,
     timesteps: torch.Tensor,
 ) -> torch.Tensor:
     """The losses of some of this process's images, for a timestep sampler that asks what an update changes."""
     images = normalised(to_device(pixels.flatten(0, 1)[rows], noise.device))
-    return diffusion_loss(model, scheduler, images, noise, timesteps)
+    return diffusion_loss(conditioned(model, condition, told[rows], noise.device), scheduler, images, noise, timesteps)
 
 
 def sum_over_processes(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +15,7 @@ import torch
 
 from common import faults, interruption
 from common.checkpoints import newest
+from common.errors import RunFailed
 from common.files import replace_folder
 from common.progress import progress_bar
 from generation.denoise import denoise, network_predict, to_uint8
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from common.processes import Processes
     from schedulers.ddpm import ExactDDPMScheduler
     from training.checkpoint import CheckpointWriter
+    from training.conditioning import Unconditional
     from training.config import TrainingConfig
     from training.loop import TrainingState
     from training.tracking import Tracking
@@ -47,6 +52,7 @@ class Milestones:
         config: TrainingConfig,
         processes: Processes,
         scheduler: ExactDDPMScheduler,
+        condition: Unconditional,
         tracking: Tracking,
         writer: CheckpointWriter,
         steps_per_epoch: int,
@@ -64,6 +70,10 @@ class Milestones:
         variance_type = scheduler.config.variance_type if full_length else None
         self.sampling = DDPMSampling(scheduler, config.ddpm_num_inference_steps, variance_type)
         self.plain_scheduler = scheduler.plain()
+        # A row for each class or prompt, or nearly a square.
+        self.condition, rows = condition, len(condition.rows_of_grid)
+        self.columns = config.eval_batch_size // rows if rows else max(1, round(config.eval_batch_size**0.5))
+        self.num_samples = self.columns * rows if rows else config.eval_batch_size
 
     @property
     def last_checkpoint(self) -> Path | None:
@@ -86,6 +96,8 @@ class Milestones:
             state.train_seconds = self.tracking.clock.train_seconds
             self.tracking.log_density(state.timesteps.sampler.describe(), step)
             save = finished or stopped or step % self.config.checkpointing_steps == 0
+            if save:
+                self.check_replicas(state)
             if save and self.processes.is_main:
                 self.writer.save(state)
             if not stopped and (step % self.image_steps == 0 or (finished and self._worth_a_grid(state))):
@@ -117,18 +129,31 @@ class Milestones:
                 self.save_pipeline(state)
                 self.processes.wait()
 
+    def check_replicas(self, state: TrainingState) -> None:
+        """Raise unless every process has the same weights and moving average, to the bit."""
+        if self.processes.count == 1:
+            return
+        digests = self.processes.collect(digest_of(state))
+        others = [str(index) for index, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            raise RunFailed(
+                f"step {state.step}: the weights of process {', '.join(others)} are no longer those of process 0, so "
+                f"nothing is saved; the last good checkpoint is {self.last_checkpoint}. The devices must be of one kind"
+            )
+
     def _grid_path(self, step: int) -> Path:
         return self.output_dir / "samples" / f"step-{step}.png"
 
     def _worth_a_grid(self, state: TrainingState) -> bool:
         """Whether the grid at the end takes at most a minute, or at most as long as the training did."""
-        share = self._my_seeds()
+        seeds = self._my_seeds()
+        inputs = self._inputs_of(seeds)
         with torch.inference_mode():
-            probe = torch.zeros(len(share), *self._shape(state), device=self.processes.device)
+            probe = torch.zeros(len(seeds), *self._shape(state), device=self.processes.device)
             seconds = []
             for _ in range(2):  # the first pass also warms up
                 start = time.perf_counter()
-                state.unet(probe, 0)
+                state.unet(probe, 0, **inputs)
                 self.processes.synchronize()
                 seconds.append(time.perf_counter() - start)
         passes = self.config.ddpm_num_inference_steps * len(state.sampling_weights)
@@ -149,9 +174,14 @@ class Milestones:
 
     def _my_seeds(self) -> torch.Tensor:
         """This process's share of the seeds 0, 1, ...: as many on each, the last ones twice where needed."""
-        per_process = -(-self.config.eval_batch_size // self.processes.count)
+        per_process = -(-self.num_samples // self.processes.count)
         seeds = torch.arange(per_process) * self.processes.count + self.processes.index
-        return (seeds % self.config.eval_batch_size).to(self.processes.device)
+        return (seeds % self.num_samples).to(self.processes.device)
+
+    def _inputs_of(self, seeds: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the network is told of these samples: the condition of the row that each is in."""
+        inputs = self.condition.inputs_of_grid(seeds.cpu() // self.columns)
+        return {name: value.to(self.processes.device) for name, value in inputs.items()}
 
     def draw_samples(self, state: TrainingState) -> bool:
         """The same images at every visit, in a grid for each kind of weights; every process draws its share.
@@ -159,6 +189,8 @@ class Milestones:
         False if a stop was asked for meanwhile: the grid is then drawn when the run goes on.
         """
         pictures = {}
+        seeds = self._my_seeds()
+        inputs = self._inputs_of(seeds)
         steps = self.config.ddpm_num_inference_steps
         bar = progress_bar(
             total=steps * len(state.sampling_weights),
@@ -176,21 +208,19 @@ class Milestones:
             for weights, unet in state.sampling_weights.items():
                 unet.eval()
                 with self.processes.accelerator.autocast():
-                    predict = network_predict(unet)
-                    samples = denoise(predict, self.sampling, self._my_seeds(), self._shape(state), on_step)
+                    predict = network_predict(partial(unet, **inputs))
+                    samples = denoise(predict, self.sampling, seeds, self._shape(state), on_step)
                 images = self.processes.accelerator.gather(to_uint8(samples)).cpu()
                 # Process r drew the seeds r, r + n, r + 2n, ...
                 images = images.unflatten(0, (self.processes.count, -1)).transpose(0, 1).flatten(0, 1)
-                images = images[: self.config.eval_batch_size]
-                columns = max(1, round(len(images) ** 0.5))
-                pictures[f"{weights}, step {state.step}"] = image_grid(images, columns)
+                pictures[f"{weights}, step {state.step}"] = image_grid(images[: self.num_samples], self.columns)
         except StoppedWhileSampling:
             return False
         finally:
             state.unet.train()
             bar.close()
         if self.processes.is_main:
-            self._write_grid(side_by_side(pictures), state.step)
+            self._write_grid(side_by_side(pictures, self.condition.rows_of_grid), state.step)
         return True
 
     def _write_grid(self, picture: Image.Image, step: int) -> None:
@@ -207,7 +237,7 @@ class Milestones:
         self.tracking.log_picture("test_samples", picture, step)
 
     def save_pipeline(self, state: TrainingState) -> None:
-        """The run folder as a stock DDPMPipeline, with the moving average as its weights."""
+        """The run folder as a pipeline, with the moving average as its weights; without a condition a stock one."""
         if not self.processes.is_main:
             return
         from diffusers import DDPMPipeline
@@ -217,11 +247,23 @@ class Milestones:
         try:
             shutil.rmtree(aside, ignore_errors=True)
             DDPMPipeline(unet=unet, scheduler=self.plain_scheduler).save_pretrained(aside, safe_serialization=True)
+            index = aside / "model_index.json"
+            entries = json.loads(index.read_text(encoding="utf-8")) | self.condition.pipeline_entries()
+            index.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
             for part in ("unet", "scheduler"):
                 replace_folder(aside / part, self.output_dir / part)
                 faults.point("pipeline")
-            (aside / "model_index.json").replace(self.output_dir / "model_index.json")
+            index.replace(self.output_dir / "model_index.json")
         except Exception as error:  # safetensors reports a full disk in its own way; the checkpoint comes next
             logger.warning("The pipeline in %s could not be written: %s", self.output_dir, describe(error))
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def digest_of(state: TrainingState) -> str:
+    """A hash of the weights and their moving average."""
+    digest = hashlib.blake2b(digest_size=16)
+    for network in [state.unet] + ([] if state.ema is None else [state.ema.ema_model]):
+        for tensor in network.state_dict().values():
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -10,7 +10,7 @@ from torch import nn
 from common.errors import UserError, first_line
 
 if TYPE_CHECKING:
-    from diffusers import UNet2DModel
+    from diffusers import UNet2DConditionModel, UNet2DModel
 
     from training.config import TrainingConfig
 
@@ -47,6 +47,7 @@ CHANNELS = {
     256: (128, 128, 256, 256, 512, 512),
 }
 ATTENTION_RESOLUTION = 16
+CHANNELS_OF_A_HEAD = 64  # in attention to words, of which the paper says nothing
 ZERO_GAIN = 1e-5  # a variance scale of 1e-10
 
 
@@ -91,54 +92,98 @@ def nearest_sizes(resolution: int) -> str:
 
 
 def build_unet(
-    resolution: int, channels: int, dropout: float = 0.1, generator: torch.Generator | None = None
-) -> UNet2DModel:
-    """The paper's network for a size of image; at 32 pixels and 3 channels it is that of CIFAR-10."""
-    from diffusers import UNet2DModel
+    resolution: int,
+    channels: int,
+    dropout: float = 0.1,
+    generator: torch.Generator | None = None,
+    condition: dict[str, int] | None = None,
+) -> UNet2DModel | UNet2DConditionModel:
+    """The paper's network for a size of image; at 32 pixels and 3 channels it is that of CIFAR-10.
 
+    `condition` is nothing, or {"num_class_embeds": n} for a class, whose embedding is added to that of the timestep,
+    or {"cross_attention_dim": n} for text.
+    """
     block_out_channels, attention = network_shape(resolution)
     levels = range(len(block_out_channels))
-    unet = UNet2DModel(
+    settings = {
         **PAPER_ARITHMETIC,
-        sample_size=resolution,
-        in_channels=channels,
-        out_channels=channels,
-        block_out_channels=block_out_channels,
-        down_block_types=tuple("AttnDownBlock2D" if level == attention else "DownBlock2D" for level in levels),
-        up_block_types=tuple("AttnUpBlock2D" if level == attention else "UpBlock2D" for level in reversed(levels)),
-        dropout=dropout,
-    )
+        "sample_size": resolution,
+        "in_channels": channels,
+        "out_channels": channels,
+        "block_out_channels": block_out_channels,
+        "down_block_types": tuple("AttnDownBlock2D" if level == attention else "DownBlock2D" for level in levels),
+        "up_block_types": tuple("AttnUpBlock2D" if level == attention else "UpBlock2D" for level in reversed(levels)),
+        "dropout": dropout,
+        **(condition or {}),
+    }
+    unet = network_class(condition)(**(with_cross_attention(settings) if reads_text(condition) else settings))
     initialize_like_paper(unet, generator)
     return unet
 
 
-def load_network(name_or_path: str, resolution: int) -> UNet2DModel:
-    """The network that somebody's config.json describes (a file, a folder or a Hub id), tried with one image."""
-    from diffusers import UNet2DModel
+def reads_text(condition: dict[str, int] | None) -> bool:
+    return "cross_attention_dim" in (condition or {})
 
+
+def network_class(condition: dict[str, int] | None) -> type[UNet2DModel | UNet2DConditionModel]:
+    from diffusers import UNet2DConditionModel, UNet2DModel
+
+    return UNet2DConditionModel if reads_text(condition) else UNet2DModel
+
+
+def with_cross_attention(settings: dict[str, object]) -> dict[str, object]:
+    """The paper's network with attention to the words wherever it has attention to itself."""
+    types = {
+        name: tuple(block.replace("Attn", "CrossAttn") for block in settings[name])
+        for name in ("down_block_types", "up_block_types")
+    }
+    # The number of heads, whatever its name says.
+    heads = tuple(max(1, channels // CHANNELS_OF_A_HEAD) for channels in settings["block_out_channels"])
+    return {**settings, **types, "attention_head_dim": heads}
+
+
+def load_network(
+    name_or_path: str, resolution: int, condition: dict[str, int] | None = None
+) -> UNet2DModel | UNet2DConditionModel:
+    """The network that somebody's config.json describes (a file, a folder or a Hub id), tried with one image."""
     flag = f"--model_config_name_or_path {name_or_path}"
+    kind = network_class(condition)
     try:
-        unet = UNet2DModel.from_config(UNet2DModel.load_config(name_or_path)).eval()
+        settings = kind.load_config(name_or_path)
+        if reads_text(condition) and settings.get("_class_name") == "UNet2DModel":
+            raise ValueError("a UNet2DModel cannot read text")
+        unet = kind.from_config(settings, **(condition or {})).eval()
         size, halvings = unet.config.sample_size, len(unet.config.block_out_channels) - 1
     except Exception as error:  # diffusers raises whatever a wrong entry runs into
-        raise UserError(f"{flag}: not a UNet2DModel configuration ({first_line(error)})") from error
+        raise UserError(f"{flag}: not a {kind.__name__} configuration ({first_line(error)})") from error
     if size != resolution:
         raise UserError(f"{flag}: sample_size is {size}, but --resolution is {resolution}")
     if resolution % 2**halvings:
         raise UserError(f"--resolution {resolution}: the network in {name_or_path} halves it {halvings} times")
     try:
         with torch.no_grad():
-            unet(torch.zeros(1, unet.config.in_channels, resolution, resolution), 0)
+            unet(torch.zeros(1, unet.config.in_channels, resolution, resolution), 0, **an_input(condition))
     except Exception as error:
         raise UserError(f"{flag}: the network cannot take an image and a timestep ({first_line(error)})") from error
     return unet.train()
 
 
+def an_input(condition: dict[str, int] | None) -> dict[str, torch.Tensor]:
+    """What a network with this condition takes for one image, besides the image and its timestep."""
+    if reads_text(condition):
+        return {"encoder_hidden_states": torch.zeros(1, 1, condition["cross_attention_dim"])}
+    return {"class_labels": torch.zeros(1, dtype=torch.int64)} if condition else {}
+
+
 def build_unet_from_config(
-    name_or_path: str, resolution: int, channels: int, generator: torch.Generator | None = None
-) -> UNet2DModel:
+    name_or_path: str,
+    resolution: int,
+    channels: int,
+    generator: torch.Generator | None = None,
+    condition: dict[str, int] | None = None,
+) -> UNet2DModel | UNet2DConditionModel:
     """The network of a configuration, initialised as in the paper."""
-    unet = load_network(name_or_path, resolution)
+    unet = load_network(name_or_path, resolution, condition)
     if (unet.config.in_channels, unet.config.out_channels) != (channels, channels):
         raise UserError(
             f"--model_config_name_or_path {name_or_path}: the network has {unet.config.in_channels} channels in and "
@@ -153,34 +198,51 @@ def check_network(config: TrainingConfig) -> None:
     if config.model_config_name_or_path is None:
         network_shape(config.resolution)
     else:
-        load_network(config.model_config_name_or_path, config.resolution)
+        # How many classes there are, or how wide the encoder is, shows later; any number will do to try the rest.
+        condition = {"class": {"num_class_embeds": 1}, "text": {"cross_attention_dim": 8}}
+        load_network(
+            config.model_config_name_or_path, config.resolution, condition.get(getattr(config, "condition", None))
+        )
 
 
-def build_training_unet(config: TrainingConfig, channels: int, generator: torch.Generator) -> UNet2DModel:
+def build_training_unet(
+    config: TrainingConfig, channels: int, generator: torch.Generator, condition: dict[str, int] | None = None
+) -> UNet2DModel | UNet2DConditionModel:
     """The network that a run's configuration asks for."""
     if config.model_config_name_or_path is None:
-        return build_unet(config.resolution, channels, config.dropout, generator)
-    return build_unet_from_config(config.model_config_name_or_path, config.resolution, channels, generator)
+        return build_unet(config.resolution, channels, config.dropout, generator, condition)
+    return build_unet_from_config(config.model_config_name_or_path, config.resolution, channels, generator, condition)
 
 
 def zero_initialized(unet: nn.Module) -> dict[str, nn.Module]:
-    """The layers that start (nearly) at zero: what a res-block, an attention and the whole network add."""
+    """The layers that start (nearly) at zero: what a res-block, an attention and the whole network add.
+
+    Attention to words is inside a block of its own; it is the block's output that is added.
+    """
     return {
         name: module
         for name, module in unet.named_modules()
-        if name.endswith((".conv2", ".to_out.0")) or name == "conv_out"
+        if name.endswith((".conv2", ".to_out.0", ".proj_out"))
+        and ".transformer_blocks." not in name
+        or name == "conv_out"
     }
 
 
 @torch.no_grad()
 def initialize_like_paper(unet: nn.Module, generator: torch.Generator | None = None) -> None:
-    """Xavier-uniform weights, zero biases, and gain 1e-5 where `zero_initialized` (Ho et al. 2020, code)."""
+    """Xavier-uniform weights, zero biases, and gain 1e-5 where `zero_initialized` (Ho et al. 2020, code).
+
+    Embeddings of classes, which the paper has none of, are standard normal, as in its followers.
+    """
     nearly_zero = zero_initialized(unet)
     for name, module in unet.named_modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             gain = ZERO_GAIN if name in nearly_zero else 1.0
             nn.init.xavier_uniform_(module.weight, gain=gain, generator=generator)
-            nn.init.zeros_(module.bias)
+            if module.bias is not None:  # queries, keys and values of attention to words have none
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, generator=generator)
 
 
 def describe_initialization(unet: nn.Module) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from common.errors import UserError
 from common.files import first_existing
 from common.lock import LOCK_FILE, lock
+from generation.conditions import CONDITION_FILE
 from training.checkpoint import find_checkpoint
 from training.tracking import METRICS_FILE
 
@@ -26,6 +27,7 @@ BYTES_PER_PARAMETER = 16
 WRITTEN_BY_A_RUN = (
     *(LOCK_FILE, METRICS_FILE, "config.yaml", "samples", "unet", "scheduler", "model_index.json", "README.md"),
     *("checkpoint-*", ".checkpoint-*", ".pipeline.tmp", ".unet.old", ".scheduler.old", ".*.tmp"),
+    *(CONDITION_FILE, "conditional_pipeline.py", "text_encoder", "tokenizer", ".text_encoder.old", ".tokenizer.old"),
 )
 
 

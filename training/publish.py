@@ -24,7 +24,9 @@ from huggingface_hub.utils import HFValidationError, httpx, validate_repo_id
 
 from common.errors import UserError
 from common.files import write_atomically
+from generation.conditions import CONDITION_FILE
 from training.config import (
+    ConditioningOptions,
     DataOptions,
     DiffusionOptions,
     EMAOptions,
@@ -45,6 +47,10 @@ UPLOADED = [
     "model_index.json",
     "unet/**",
     "scheduler/**",
+    "text_encoder/**",
+    "tokenizer/**",
+    "conditional_pipeline.py",
+    CONDITION_FILE,
     "README.md",
     "config.yaml",
     "metrics.jsonl",
@@ -76,22 +82,25 @@ def write_model_card(
     grid: Path | None,
     metrics: dict[str, float],
     tags: list[str],
+    condition: dict[str, object] | None = None,
 ) -> Path:
     """Write `output_dir/README.md` for the weights of `step`, over the card of an earlier step if there is one."""
     # diffusers' load_or_create_model_card asks the Hub first: it fails for a folder, waits half a minute where there is
     # no network, and returns the card of an earlier push as it was. huggingface_hub's own classes need no network.
     data = ModelCardData(library_name="diffusers", tags=tags, datasets=hub_datasets(dataset_name))
+    script = "train_unconditional.py" if condition is None else "train_conditional.py"
     data_set = dataset_name if data.datasets else Path(dataset_name).name
     sections = [
         f"# {repo_id.split('/')[-1]}",
-        f"A denoising diffusion probabilistic model (DDPM) of `{data_set}`: the {weights} weights of step {step}.",
+        f"A denoising diffusion probabilistic model (DDPM) of `{data_set}`{told(condition)}: "
+        f"the {weights} weights of step {step}.",
         f"![Samples of step {step}](samples/{quote(grid.name)})" if grid else "",
-        f"## Usage\n\n{usage(repo_id, num_inference_steps)}",
+        f"## Usage\n\n{usage(repo_id, num_inference_steps, condition)}",
         f"## Hyper-parameters\n\n{table('parameter', hyper_parameters)}",
         f"## Metrics\n\n{table('metric', metrics)}" if metrics else "",
         evaluation_section(output_dir),
         f"{AFTER_EVALUATION}\n\n```bash\n"
-        "python train_unconditional.py --config THIS_FOLDER/config.yaml --output_dir ANOTHER_FOLDER\n```",
+        f"python {script} --config THIS_FOLDER/config.yaml --output_dir ANOTHER_FOLDER\n```",
     ]
     body = "\n\n".join(section for section in sections if section)
     content = scrub(f"---\n{data.to_yaml()}\n---\n\n{body}\n", str(hyper_parameters.get("hub_token") or ""))
@@ -133,19 +142,35 @@ def hub_datasets(dataset_name: str) -> list[str] | None:
     return [dataset_name] if is_hub_id else None
 
 
-def usage(repo_id: str, num_inference_steps: int) -> str:
+def told(condition: dict[str, object] | None) -> str:
+    """What the network is told of each image besides its timestep."""
+    if condition is None:
+        return ""
+    if condition["condition"] == "class":
+        return f" by class ({', '.join(condition['class_names'])})"
+    return f" by text, as {Path(condition['text_encoder']).name} encodes it"
+
+
+def usage(repo_id: str, num_inference_steps: int, condition: dict[str, object] | None = None) -> str:
+    if condition is None:
+        kind, trust, asked = "DDPMPipeline", "", "batch_size=4"
+    else:
+        kind, trust = "DiffusionPipeline", ", trust_remote_code=True"
+        by_class = condition["condition"] == "class"
+        some = condition["class_names"][:2] if by_class else condition["prompts"][:2]
+        asked = f"{json.dumps(some)}, guidance_scale=2.0"
     return f"""\
 ```python
-from diffusers import DDPMPipeline
+from diffusers import {kind}
 
-{load_line(repo_id)}  # or this folder; .to("cuda") with a GPU
-images = pipeline(batch_size=4, num_inference_steps={num_inference_steps}).images  # ancestral sampling, as trained
+pipeline = {kind}.{load_call(repo_id)}{trust})  # or this folder; .to("cuda") with a GPU
+images = pipeline({asked}, num_inference_steps={num_inference_steps}).images  # ancestral sampling, as trained
 images[0].save("sample.png")
 ```"""
 
 
-def load_line(repo_id: str) -> str:
-    return f'pipeline = DDPMPipeline.from_pretrained("{repo_id}")'
+def load_call(repo_id: str) -> str:
+    return f'from_pretrained("{repo_id}"'
 
 
 def table(heading: str, values: dict[str, object]) -> str:
@@ -208,7 +233,7 @@ def name_repository(card: Path, repo_id: str, full_repo_id: str) -> None:
     """Only the Hub knows the namespace of an id given without one; the card must load the model by its full id."""
     if repo_id != full_repo_id and card.is_file():
         text = card.read_text(encoding="utf-8")
-        write_atomically(card, text.replace(load_line(repo_id), load_line(full_repo_id)))
+        write_atomically(card, text.replace(load_call(repo_id), load_call(full_repo_id)))
 
 
 def is_transient(error: BaseException) -> bool:
@@ -266,10 +291,12 @@ def check_push(config: TrainingConfig) -> None:
 
 def hyper_parameters(config: TrainingConfig) -> dict[str, object]:
     """What was trained and how; where it was stored and who pushed it is nobody's business."""
-    described = (DataOptions, NetworkOptions, DiffusionOptions, OptimizerOptions, EMAOptions, LengthOptions)
+    described = [DataOptions, NetworkOptions, DiffusionOptions, OptimizerOptions, EMAOptions, LengthOptions]
+    described += [ConditioningOptions] if isinstance(config, ConditioningOptions) else []
     names = [entry.name for section in described for entry in fields(section)] + ["mixed_precision", "allow_tf32"]
-    private = ("cache_dir", "train_data_dir", "dataloader_num_workers", "in_memory_limit_gb")
-    return {name: getattr(config, name) for name in names if getattr(config, name) is not None and name not in private}
+    private = ("cache_dir", "train_data_dir", "dataloader_num_workers", "in_memory_limit_gb", "text_encoder")
+    values = {name: getattr(config, name) for name in names if name not in private}
+    return {name: value for name, value in values.items() if value is not None and value != []}
 
 
 def publish(config: TrainingConfig, state: TrainingState) -> None:
@@ -286,7 +313,8 @@ def publish(config: TrainingConfig, state: TrainingState) -> None:
         weights="raw" if state.ema is None else "moving-average",
         grid=newest_grid(output_dir),
         metrics=last_metrics(output_dir),
-        tags=["diffusers", "diffusers-training", "unconditional-image-generation"],
+        tags=["diffusers", "diffusers-training", task(state.condition)],
+        condition=state.condition,
     )
     if config.push_to_hub:
         address = push_to_hub(
@@ -298,6 +326,13 @@ def publish(config: TrainingConfig, state: TrainingState) -> None:
         )
         if address is not None:
             logger.info("Pushed to %s", address)
+
+
+def task(condition: dict[str, object] | None) -> str:
+    """The tag of the Hub."""
+    if condition is None:
+        return "unconditional-image-generation"
+    return "text-to-image" if condition["condition"] == "text" else "class-conditional-image-generation"
 
 
 def newest_grid(output_dir: Path) -> Path | None:

@@ -1,0 +1,136 @@
+"""Pipelines of class-conditional and text-to-image models. This file travels with every such model:
+
+    pipeline = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
+
+It therefore needs torch and diffusers alone, and nothing else of the project it comes from.
+"""
+
+import torch
+from diffusers import DiffusionPipeline, ImagePipelineOutput
+from diffusers.utils.torch_utils import randn_tensor
+
+ENCODED_TOGETHER = 256
+
+
+def guide(conditional: torch.Tensor, unconditional: torch.Tensor, scale: float, rescale: float = 0.0) -> torch.Tensor:
+    """Classifier-free guidance: u + scale (c - u), in the convention of diffusers, where a scale of 1 is no guidance.
+
+    `rescale` is the share of the result that gets the deviation of the conditional prediction back (Lin et al. 2024,
+    eq. 15 and 16), against the glare of large scales.
+    """
+    guided = unconditional + scale * (conditional - unconditional)
+    if rescale:
+        deviations = [prediction.flatten(1).std(1)[:, None, None, None] for prediction in (conditional, guided)]
+        guided = guided * (rescale * deviations[0] / deviations[1] + 1 - rescale)
+    return guided
+
+
+@torch.no_grad()
+def encode_prompts(tokenizer, text_encoder, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The encoder's last hidden states, [prompts, tokens, width], and which tokens are each prompt's, 1 or 0.
+
+    Prompts of as many tokens are encoded together, without padding: what becomes of one does not depend on the others.
+    """
+    longest = min(tokenizer.model_max_length, getattr(text_encoder.config, "max_position_embeddings", 512))
+    tokens = tokenizer(prompts, truncation=True, max_length=longest)["input_ids"]
+    lengths = torch.tensor([len(ids) for ids in tokens])
+    mask = torch.arange(lengths.max()) < lengths[:, None]
+    states = torch.zeros(*mask.shape, text_encoder.config.hidden_size, device=text_encoder.device)
+    for length in lengths.unique().tolist():
+        for some in torch.nonzero(lengths == length).flatten().split(ENCODED_TOGETHER):
+            ids = torch.tensor([tokens[index] for index in some.tolist()], device=text_encoder.device)
+            encoded = text_encoder(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+            states[some.to(states.device), :length] = encoded.to(states.dtype)
+    return states, mask.long().to(states.device)
+
+
+class ConditionalDDPMPipeline(DiffusionPipeline):
+    """What the two kinds have in common: ancestral sampling with guidance."""
+
+    def _draw(
+        self,
+        conditional: dict[str, torch.Tensor],
+        unconditional: dict[str, torch.Tensor],
+        count: int,
+        guidance_scale: float,
+        guidance_rescale: float,
+        num_inference_steps: int,
+        generator: torch.Generator | list[torch.Generator] | None,
+        output_type: str,
+    ) -> ImagePipelineOutput:
+        size = self.unet.config.sample_size
+        shape = (count, self.unet.config.in_channels, size, size)
+        samples = randn_tensor(shape, generator=generator, device=self._execution_device, dtype=self.unet.dtype)
+        self.scheduler.set_timesteps(num_inference_steps)
+        for t in self.progress_bar(self.scheduler.timesteps):
+            prediction = self.unet(samples, t, **conditional).sample
+            if guidance_scale != 1:
+                without = self.unet(samples, t, **unconditional).sample
+                prediction = guide(prediction, without, guidance_scale, guidance_rescale)
+            samples = self.scheduler.step(prediction, t, samples, generator=generator).prev_sample
+        images = (samples / 2 + 0.5).clamp(0, 1).cpu().permute(0, 2, 3, 1).float().numpy()
+        return ImagePipelineOutput(images=self.numpy_to_pil(images) if output_type == "pil" else images)
+
+
+class ClassConditionalDDPMPipeline(ConditionalDDPMPipeline):
+    """An image for each class asked for, by name or number; `id2label` are the names."""
+
+    model_cpu_offload_seq = "unet"
+
+    def __init__(self, unet, scheduler, id2label: dict[str, str] | None = None):
+        super().__init__()
+        self.register_modules(unet=unet, scheduler=scheduler)
+        self.register_to_config(id2label=id2label)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        class_labels: list[str | int],
+        guidance_scale: float = 1.0,
+        guidance_rescale: float = 0.0,
+        num_inference_steps: int = 1000,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        output_type: str = "pil",
+    ) -> ImagePipelineOutput:
+        numbers = {name: int(number) for number, name in (self.config.id2label or {}).items()}
+        wanted = [numbers[label] if isinstance(label, str) else label for label in class_labels]
+        labels = torch.tensor(wanted, device=self._execution_device)
+        none = torch.full_like(labels, self.unet.config.num_class_embeds - 1)  # the last one stands for no class
+        conditions = {"class_labels": labels}, {"class_labels": none}
+        return self._draw(
+            *conditions, len(wanted), guidance_scale, guidance_rescale, num_inference_steps, generator, output_type
+        )
+
+
+class TextToImageDDPMPipeline(ConditionalDDPMPipeline):
+    """An image for each prompt."""
+
+    model_cpu_offload_seq = "text_encoder->unet"
+
+    def __init__(self, unet, scheduler, text_encoder, tokenizer):
+        super().__init__()
+        self.register_modules(unet=unet, scheduler=scheduler, text_encoder=text_encoder, tokenizer=tokenizer)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | list[str],
+        negative_prompt: str = "",
+        guidance_scale: float = 1.0,
+        guidance_rescale: float = 0.0,
+        num_inference_steps: int = 1000,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        output_type: str = "pil",
+    ) -> ImagePipelineOutput:
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        conditions = [
+            dict(zip(("encoder_hidden_states", "encoder_attention_mask"), self._encode(texts), strict=True))
+            for texts in (prompts, [negative_prompt] * len(prompts))
+        ]
+        return self._draw(
+            *conditions, len(prompts), guidance_scale, guidance_rescale, num_inference_steps, generator, output_type
+        )
+
+    def _encode(self, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        states, mask = encode_prompts(self.tokenizer, self.text_encoder, prompts)
+        return states.to(self._execution_device, self.unet.dtype), mask.to(self._execution_device)

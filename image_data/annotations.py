@@ -1,0 +1,132 @@
+"""What a data set says of its images besides their pixels: classes and captions."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.errors import UserError
+from image_data.sources import ImageSource
+
+LABEL_COLUMNS = ("label", "labels", "class")
+CAPTION_COLUMNS = ("caption", "captions", "text", "prompt")
+
+# Animals-10 has Italian folder names; nobody types those to see an animal.
+ANIMALS10 = {
+    "cane": "dog",
+    "cavallo": "horse",
+    "elefante": "elephant",
+    "farfalla": "butterfly",
+    "gallina": "chicken",
+    "gatto": "cat",
+    "mucca": "cow",
+    "pecora": "sheep",
+    "ragno": "spider",
+    "scoiattolo": "squirrel",
+}
+NUMERALS = "zero one two three four five six seven eight nine".split()
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The classes of a data set and the class of every one of its rows."""
+
+    names: list[str]
+    of_row: torch.Tensor  # int64, into `names`
+
+
+def spoken(class_name: str) -> str:
+    """A class as a caption says it: `polka_dotted` is polka dotted, 7 is seven."""
+    is_digit = len(class_name) == 1 and class_name.isdecimal()
+    return NUMERALS[int(class_name)] if is_digit else class_name.replace("_", " ").replace("-", " ")
+
+
+def find_labels(source: ImageSource, label_column: str | None = None) -> Labels:
+    """The classes in the column that is named, in the only one there is, or by the folders the images are in."""
+    column = _label_column(source, label_column)
+    labels = _labels_of_folders(source) if column is None else _labels_of_column(source, column)
+    if len(labels.names) < 2:
+        raise UserError(f"{_where(source)}: all images are of one class ({labels.names[0]}); a condition needs several")
+    if set(labels.names) <= ANIMALS10.keys():
+        return Labels([ANIMALS10[name] for name in labels.names], labels.of_row)
+    return labels
+
+
+def find_captions(source: ImageSource, caption_column: str | None = None) -> list[list[str]] | None:
+    """The captions of every row, one or several of each; None if no column is named and none is found."""
+    if caption_column is not None:
+        _check_column(source, "caption_column", caption_column)
+    found = [caption_column] if caption_column else [name for name in CAPTION_COLUMNS if name in _columns(source)]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise UserError(f"{_where(source)} has several captions; name one with --caption_column: {', '.join(found)}")
+    captions = []
+    for row, value in enumerate(_values(source, found[0])):
+        several = [value] if isinstance(value, str) else value
+        if not (isinstance(several, list) and several and all(isinstance(caption, str) for caption in several)):
+            raise UserError(f"{source.describe(row)}: column '{found[0]}' holds no caption but {value!r}")
+        captions.append(several)
+    return captions
+
+
+def _label_column(source: ImageSource, wanted: str | None) -> str | None:
+    import datasets
+
+    if wanted is not None:
+        _check_column(source, "label_column", wanted)
+        return wanted
+    classes = [name for name, feature in source.dataset.features.items() if isinstance(feature, datasets.ClassLabel)]
+    found = classes or [name for name in LABEL_COLUMNS if name in _columns(source)]
+    if len(found) > 1:
+        raise UserError(
+            f"{_where(source)} has several columns of classes; name one with --label_column: {', '.join(found)}"
+        )
+    return found[0] if found else None
+
+
+def _labels_of_column(source: ImageSource, column: str) -> Labels:
+    import datasets
+
+    feature, values = source.dataset.features[column], _values(source, column)
+    if isinstance(feature, datasets.ClassLabel):
+        names, number_of = feature.names, {number: number for number in range(feature.num_classes)}
+    else:
+        kinds = {type(value) for value in values} - {type(None)}
+        if kinds not in ({str}, {int}):
+            raise UserError(f"--label_column {column}: {_where(source)} holds no classes there but {feature}")
+        distinct = sorted({value for value in values if value is not None})
+        names, number_of = [str(value) for value in distinct], {value: n for n, value in enumerate(distinct)}
+    for row, value in enumerate(values):
+        if value not in number_of:
+            raise UserError(f"{source.describe(row)} has no class in column '{column}' ({value})")
+    return Labels(names, torch.tensor([number_of[value] for value in values]))
+
+
+def _labels_of_folders(source: ImageSource) -> Labels:
+    folders = [Path(source.describe(row)).parent.name for row in range(len(source))]
+    names = sorted(set(folders))
+    if not Path(source.describe(0)).is_absolute() or len(names) < 2:
+        raise UserError(
+            f"{_where(source)} has neither a column of classes nor a folder for each; "
+            f"name the column with --label_column, one of: {', '.join(_columns(source))}"
+        )
+    number_of = {name: number for number, name in enumerate(names)}
+    return Labels(names, torch.tensor([number_of[folder] for folder in folders]))
+
+
+def _check_column(source: ImageSource, flag: str, column: str) -> None:
+    if column not in _columns(source):
+        raise UserError(f"`--{flag}' value '{column}' needs to be one of: {', '.join(_columns(source))}")
+
+
+def _columns(source: ImageSource) -> list[str]:
+    return [name for name in source.dataset.column_names if name != source.image_column]
+
+
+def _values(source: ImageSource, column: str) -> list:
+    return source.dataset.select_columns(column).with_format(None)[:][column]
+
+
+def _where(source: ImageSource) -> str:
+    return f"{source.name}[{source.split}]"

