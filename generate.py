@@ -46,14 +46,14 @@ def main() -> None:
     for model in processes.collect(models)[0]:
         condition = condition_of(options, model, processes.device)
         job = Job(model, build_method(options, model, default_sampler(options)), condition=condition)
-        logger.info("%s, %s weights: %s", model.path, model.weights, describe_method(job.method))
+        logger.info("%s, %s weights: %s", model.source, model.weights, describe_method(job.method))
         folder = output_folder(model, job.method, precision, condition.name)
         if options.output_dir is not None:
             folder = Path(options.output_dir) / (model.name if options.checkpoints else "")
         jobs.append(job)
         folders.append(folder)
-    on_gpu = processes.device.type == "cuda"
-    channels_last = options.channels_last if options.channels_last is not None else on_gpu and precision != "no"
+    wanted_by_device = processes.device.type == "cuda" and precision != "no"
+    channels_last = {"yes": True, "no": False, "auto": wanted_by_device}[options.channels_last]
 
     if options.interpolate:
         first, last = options.interpolate

@@ -44,7 +44,12 @@ def say(message: str) -> None:
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
-def first_line(error: Exception) -> str:
+def first_cause(error: BaseException) -> BaseException:
+    """What it all began with."""
+    return error if error.__cause__ is None else first_cause(error.__cause__)
+
+
+def first_line(error: BaseException) -> str:
     """What a library has to say, for the end of a line of our own."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 

@@ -6,8 +6,10 @@
 
 import os
 import signal
+import threading
 
 _visits = 0
+_lock = threading.Lock()  # some points are in threads
 
 
 def point(name: str) -> None:
@@ -15,6 +17,7 @@ def point(name: str) -> None:
     global _visits
     wanted, _, visit = os.environ.get("EXACT_DDPM_FAULT", "").partition("@")
     if wanted == name:
-        _visits += 1
-        if _visits == int(visit or 1):
-            os.kill(os.getpid(), signal.SIGKILL)
+        with _lock:
+            _visits += 1
+            if _visits == int(visit or 1):
+                os.kill(os.getpid(), signal.SIGKILL)

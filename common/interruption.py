@@ -62,7 +62,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
     if sys.is_finalizing():
         return
     if not _deferred:
-        raise Interrupted(f"{name}: stopped before there was anything to save")
+        raise Interrupted(f"{name}: stopped; there was nothing to save")
     if _requested is None:
         _requested, _requested_at = name, time.monotonic()
     elif number == signal.SIGINT and time.monotonic() - _requested_at > SAME_KEY_PRESS_SECONDS:

@@ -121,7 +121,7 @@ class Processes:
             lost = self._lost() or "(one of them)"
             raise RunFailed(
                 f"process {lost} of {self.count} no longer answers, so the others end too; its own output says why. "
-                f"Start the same command again to continue from the last checkpoint"
+                f"Start the same command again to continue"
             ) from error
 
     def _open_store(self) -> dist.TCPStore:

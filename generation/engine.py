@@ -17,6 +17,7 @@ from common.errors import UserError, first_line
 from common.progress import progress_bar
 from generation.conditions import NoCondition
 from generation.denoise import denoise, to_uint8
+from generation.options import BATCHES_TO_SHARE, SMALLEST_BATCH
 
 if TYPE_CHECKING:
     from common.processes import Processes
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SMALLEST_CHOICE, LARGEST_CHOICE = 16, 1024
+LARGEST_BATCH = 1024
 WORTH_IT = 1.05  # a batch twice as large is taken if it is at least this much faster
 PATIENCE_FOR_A_PASS = 5.0  # seconds; larger batches are not tried beyond
 SECONDS_BETWEEN_REPORTS = 1.0
@@ -191,17 +192,17 @@ def log_estimate(items: list[tuple[Job, list[int]]], processes: Processes, pace:
     )
 
 
-def choose_batch_size(job: Job, processes: Processes, num_images: int) -> int:
+def choose_batch_size(job: Job, processes: Processes, num_images: int, channels_last: bool) -> int:
     """The largest batch that pays: doubled as long as that makes the network faster by 5 % and fits.
 
-    It leaves at least 32 batches to share among the processes, or is small. All processes must ask.
+    It leaves enough batches to share among the processes, or is small; their number plays no part, so that the same
+    command on more of them makes the same files. All processes must ask.
     """
-    largest = min(LARGEST_CHOICE, num_images // 32)
-    if num_images <= SMALLEST_CHOICE or largest < 2 * SMALLEST_CHOICE:
-        return min(num_images, SMALLEST_CHOICE)
-    running = RunningNetwork(job, processes, Pace(SMALLEST_CHOICE))
-    size, best_rate = SMALLEST_CHOICE, 0.0
-    candidate = SMALLEST_CHOICE
+    largest = min(LARGEST_BATCH, num_images // BATCHES_TO_SHARE)
+    if largest < 2 * SMALLEST_BATCH:
+        return min(num_images, SMALLEST_BATCH)
+    running = RunningNetwork(job, processes, Pace(SMALLEST_BATCH, channels_last))
+    size, candidate, best_rate = SMALLEST_BATCH, SMALLEST_BATCH, 0.0
     while candidate <= largest:
         try:
             seconds = running.seconds_per_pass(candidate)

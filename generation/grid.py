@@ -23,18 +23,19 @@ def image_grid(images: torch.Tensor, columns: int, smallest_tile: int = SMALLEST
 
 def side_by_side(pictures: dict[str, Image.Image], rows: Sequence[str] = ()) -> Image.Image:
     """Pictures in a row, each under its caption; `rows` are the names of the rows that all of them have."""
-    gap = 12
+    gap, font = 12, ImageFont.load_default(14)
     height = max(picture.height for picture in pictures.values())
     if rows:
         pictures = {"": names_of_rows(rows, height)} | pictures
-    width = sum(picture.width for picture in pictures.values()) + gap * (len(pictures) - 1)
+    widths = [max(picture.width, int(font.getlength(caption)) + 4) for caption, picture in pictures.items()]
+    width = sum(widths) + gap * (len(pictures) - 1)
     modes = {picture.mode for picture in pictures.values()}
     row = Image.new("RGBA" if "RGBA" in modes else "RGB", (width, CAPTION_HEIGHT + height), "white")
     draw, left = ImageDraw.Draw(row), 0
-    for caption, picture in pictures.items():
-        draw.text((left + 2, 3), caption, fill="black", font=ImageFont.load_default(14))
+    for (caption, picture), column in zip(pictures.items(), widths, strict=True):
+        draw.text((left + 2, 3), caption, fill="black", font=font)
         row.paste(picture, (left, CAPTION_HEIGHT))
-        left += picture.width + gap
+        left += column + gap
     return row
 
 

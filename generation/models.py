@@ -20,7 +20,7 @@ from common.checkpoints import (
     step_of,
     verify,
 )
-from common.errors import UserError, first_line
+from common.errors import UserError, first_cause, first_line
 from common.files import sha256
 
 if TYPE_CHECKING:
@@ -50,6 +50,11 @@ class SavedModel:
     sha256: str  # of the weights' file
     network_folder: Path
     scheduler_config: dict[str, Any]  # of a DDPMScheduler
+
+    @property
+    def source(self) -> str:
+        """Where somebody else would find it."""
+        return self.name if self.step is None else str(self.path)
 
     @property
     def label(self) -> str:
@@ -147,7 +152,7 @@ def _folder(model: str) -> Path:
     """The local folder of a model, fetched if it is on the Hub."""
     path = Path(model).expanduser()
     if path.is_dir():
-        return path
+        return path if path.name not in ("", "..") else path.resolve()
     if path.exists():
         raise UserError(f"--model {model}: is a file; name the folder of a run, a checkpoint or a pipeline")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
@@ -158,7 +163,8 @@ def _folder(model: str) -> Path:
         return Path(DiffusionPipeline.download(model))
     except Exception as error:  # of the Hub, of the network, or of a repository that holds something else
         raise UserError(
-            f"--model {model}: there is no such folder, and it could not be had from the Hub ({first_line(error)})"
+            f"--model {model}: there is no such folder, and it could not be had from the Hub "
+            f"({first_line(first_cause(error))})"
         ) from error
 
 
@@ -208,7 +214,7 @@ def _read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
     return SavedModel(
         name=folder.name,
         path=folder,
-        home=folder.resolve().parent,
+        home=folder.parent,
         step=numbers["step"],
         weights=weights,
         train_seconds=numbers["train_seconds"],
@@ -246,12 +252,14 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
         raise UserError(f"{folder} is not a whole pipeline ({first_line(error) or 'it has no weights'})") from error
     if network_config.get("in_channels") != network_config.get("out_channels"):
         raise UserError(f"{name}: its network predicts a variance too, which no sampler here uses")
+    if network_config.get("sample_size") is None or network_config["in_channels"] not in (1, 3, 4):
+        raise UserError(f"{name}: its network does not make images of a known size with 1, 3 or 4 channels")
     if "num_train_timesteps" not in scheduler_config or "beta_schedule" not in scheduler_config:
         raise UserError(f"{name}: its scheduler, {scheduler_config.get('_class_name')}, is not one of a DDPM")
     return SavedModel(
         name=name,
         path=folder,
-        home=folder.resolve() if Path(name).expanduser().is_dir() else RUNS / name.replace("/", "--"),
+        home=folder if Path(name).expanduser().is_dir() else RUNS / name.replace("/", "--"),
         step=None,
         weights=kept,
         train_seconds=None,

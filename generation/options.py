@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 DEFAULT_IMAGES = 64
 SHORT_SAMPLING = 50
 LARGEST_GATHERED_GRID = 4096
+# Of a batch size that nobody gave: the smallest, and how many batches are left to share among the processes.
+SMALLEST_BATCH, BATCHES_TO_SHARE = 16, 32
 
 
 @dataclass
@@ -110,15 +112,17 @@ class SpeedOptions:
     _argument_group_name = "speed"
 
     batch_size: int | None = option(
-        None, "Images per process and forward pass (default: the largest that pays, measured at the start)."
+        None,
+        "Images per process and forward pass (default: the largest that pays, measured at the start; "
+        f"{SMALLEST_BATCH} for less than {2 * SMALLEST_BATCH * BATCHES_TO_SHARE} images).",
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
         None, "Precision of the network (default: what `accelerate launch` says, else no); noise stays float32."
     )
     allow_tf32: bool = option(False, "Allow TF32 matrix products on GPUs that have them.")
     compile: bool = option(False, "Compile the network first, which takes up to minutes.")
-    channels_last: bool | None = option(
-        None, "Keep channels last in memory (default: on GPUs in mixed precision, whose matrix units want it)."
+    channels_last: Literal["auto", "yes", "no"] = option(
+        "auto", "Keep channels last in memory; auto: on GPUs in mixed precision, whose matrix units want it."
     )
 
 
@@ -173,8 +177,8 @@ def validate(options: GenerationOptions) -> None:
     check_sampler(options, default_sampler(options))
     seeds_of(options)
     check_condition(options)
-    if options.interpolate and len(options.interpolate) != 2:
-        raise UserError(f"--interpolate {' '.join(map(str, options.interpolate))}: needs two seeds")
+    if options.interpolate and (len(set(options.interpolate)) != 2 or min(options.interpolate) < 0):
+        raise UserError(f"--interpolate {' '.join(map(str, options.interpolate))}: needs two different seeds")
     if options.interpolate and (options.seeds or options.num_images or options.checkpoints):
         raise UserError("--interpolate draws one row with one model: leave out --seeds, --num_images and --checkpoints")
     if options.gather_grid and len(seeds_of(options)) > LARGEST_GATHERED_GRID:

@@ -55,7 +55,7 @@ def settings_of(job: Job, image_format: str, how: dict[str, Any]) -> dict[str, A
 def telling_of(model: SavedModel, method: SamplingMethod, device: str) -> dict[str, Any]:
     """What is good to know besides."""
     return {
-        "model": str(model.path),
+        "model": model.source,
         "step": model.step,
         "train_seconds": model.train_seconds,
         "shape": list(model.shape),
@@ -232,7 +232,7 @@ def open_collections(
             telling = telling_of(job.model, job.method, processes.device.type)
             records.append(Record(folder, settings, telling, seeds, options.overwrite))
     chosen = next((record.batch_size for record in records if record.batch_size), None)
-    batch_size = processes.collect(chosen)[0] or choose_batch_size(jobs[0], processes, len(seeds))
+    batch_size = processes.collect(chosen)[0] or choose_batch_size(jobs[0], processes, len(seeds), how["channels_last"])
     begun = processes.collect([record.begin(batch_size) for record in records])[0]
     collections = []
     for number, (in_subfolders, missing) in enumerate(begun):

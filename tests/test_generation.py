@@ -1,6 +1,7 @@
 """generate.py: image i is a function of seed i, however and on however many processes it is made."""
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,12 @@ from PIL import Image
 
 from common import interruption
 from common.errors import RunFailed, UserError
+from generation.denoise import Predict
+from generation.engine import Job, Pace, RunningNetwork, choose_batch_size, divide, generate_images
+from generation.engine import generate as generate_batches
 from generation.models import find_models
 from generation.options import as_ranges, parse_generation, seeds_of
+from schedulers.sampling import DDIMSampling
 
 FAST = ["--ddim", "--num_inference_steps=5"]
 
@@ -172,6 +178,64 @@ def test_many_images_go_into_folders_of_a_thousand(run, tmp_path):
     generate(run, "--ddim", "--num_inference_steps=1", "--num_images=1001", f"--output_dir={tmp_path / 'out'}")
 
 
+@pytest.fixture
+def alone():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from common.processes import Processes
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return Processes(Accelerator(cpu=True))
+
+
+def test_the_network_only_sees_full_batches(run, alone):
+    """In memory, as evaluation uses it; and what is yielded are the images that were asked for."""
+    seen = []
+
+    def predict_for(network: torch.nn.Module, seeds: list[int]) -> Predict:
+        def predict(samples: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            seen.append((len(samples), len(seeds)))
+            return network(samples, t).sample
+
+        return predict
+
+    (model,) = find_models(str(run), [], None)
+    method = DDIMSampling(model.scheduler, 3)
+    job = Job(model, method, divide(range(10), 4), predict_for)
+    made = [(seeds, images) for _, seeds, images in generate_batches([job], alone, Pace(4))]
+    assert set(seen) == {(4, 4)}
+    assert [seeds for seeds, _ in made] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    in_memory = list(generate_images(model, method, range(10), alone, Pace(4)))
+    for (seeds, images), (other_seeds, others) in zip(made, in_memory, strict=True):
+        assert seeds == other_seeds
+        assert torch.equal(images, others)
+        assert images.dtype == torch.uint8
+
+
+def test_the_largest_batch_that_pays(run, alone, monkeypatch):
+    (model,) = find_models(str(run), [], None)
+    job = Job(model, DDIMSampling(model.scheduler, 3))
+
+    def choose(seconds: Callable[[int], float], images: int = 10**6) -> int:
+        monkeypatch.setattr(RunningNetwork, "seconds_per_pass", lambda self, size: seconds(size))
+        return choose_batch_size(job, alone, images, channels_last=False)
+
+    def small_memory(size: int) -> float:
+        if size > 100:
+            raise torch.OutOfMemoryError
+        return 1.0
+
+    assert choose(lambda size: 1.0) == 1024
+    assert choose(lambda size: 1.0, images=50 * 32) == 32
+    assert choose(lambda size: 1.0, images=100) == 16
+    assert choose(lambda size: 1.0, images=5) == 5
+    assert choose(lambda size: size / 100) == 16
+    assert choose(lambda size: max(1.0, size / 64)) == 64
+    assert choose(lambda size: 6.0) == 16
+    assert choose(small_memory) == 64
+
+
 def test_the_batch_size_that_was_chosen_is_kept(run, reference, tmp_path, monkeypatch):
     """A job that goes on is not measured again: the rest gets the bits that it would have had."""
     shutil.copytree(reference, tmp_path / "out")
@@ -206,6 +270,17 @@ def test_a_stock_pipeline(run, reference, tmp_path):
     assert hashes(tmp_path / "out") == hashes(reference)
     assert record(tmp_path / "out")["weights"] == "pipeline"
     assert record(tmp_path / "out")["step"] is None
+
+
+def test_a_model_on_the_hub(run, tmp_path, monkeypatch):
+    from diffusers import DiffusionPipeline
+
+    monkeypatch.setattr(DiffusionPipeline, "download", lambda name: str(run))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("generation.models.checkpoints", lambda folder: [])  # they are not pushed
+    generate("someone/something", *FAST, "--num_images=2")
+    folder = tmp_path / "runs" / "someone--something" / "generated" / "pipeline-ema-ddim-5"
+    assert record(folder)["model"] == "someone/something"
 
 
 def test_the_latest_run_and_its_weights(run, tmp_path, monkeypatch):
@@ -259,7 +334,8 @@ MISTAKES = [
     (["--class_labels", "cat"], "--class_labels cat: .* without classes"),
     (["--prompt=a cat"], "--prompt 'a cat': .* without captions"),
     (["--checkpoints", "15"], "--checkpoints 15: .*it has: 10, 20"),
-    (["--interpolate", "1"], "needs two seeds"),
+    (["--interpolate", "1"], "needs two different seeds"),
+    (["--interpolate", "1", "1"], "needs two different seeds"),
     (["--interpolate", "1", "2", "--ddpm"], "ddpm adds noise on the way"),
     (["--step=5"], "unknown flag --step"),
     (["--batch_size=0"], "--batch_size 0"),
@@ -326,12 +402,10 @@ def test_what_is_not_generated_is_left_alone(run, tmp_path):
 
 
 def test_a_full_disk_is_one_line(run, reference, tmp_path, monkeypatch):
-    written = []
-    write_bytes = Path.write_bytes
+    numbers, write_bytes = itertools.count(), Path.write_bytes
 
     def full(path: Path, content: bytes) -> int:
-        written.append(path)
-        if len(written) > 20:
+        if next(numbers) >= 20:
             write_bytes(path, content[:10])
             raise OSError(28, "No space left on device")
         return write_bytes(path, content)
