@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIRST = 25
-LABELS = {"fid": "FID", "is": "Inception Score", "kid": "KID"}
+LABELS = {"fid": "FID", "is": "Inception Score", "kid": "KID", "as_asked": "share as asked"}
 # What makes two rows points of one line, besides the number of images.
 METHOD = ("weights", "sampler", "steps", "settings", "reference", "precision")
 
@@ -63,6 +63,32 @@ def draw_run(output_dir: Path, rows: list[Row], has_score: bool) -> list[Path]:
             continue
         written.append(save(figure, output_dir / name))
     return written
+
+
+def draw_guidance(output_dir: Path, rows: list[Row]) -> list[Path]:
+    """FID, and the share of samples that show what was asked for, against the guidance scale; of the last step."""
+    scales = [(scale_of(row), row) for row in rows if scale_of(row) is not None and row["step"] is not None]
+    last = max((row["step"] for _, row in scales), default=None)
+    points = [{**row, "settings": None, "guidance_scale": scale} for scale, row in scales if row["step"] == last]
+    if len({point["guidance_scale"] for point in points}) < 2:
+        return []
+    figure = Figure(figsize=(7, 6), dpi=150, layout="constrained")
+    shown = [metric for metric in ("fid", "as_asked") if lines_of(points, metric, "guidance_scale")]
+    for axes, metric in zip(figure.subplots(len(shown), sharex=True, squeeze=False).flat, shown, strict=True):
+        for label, line in lines_of(points, metric, "guidance_scale").items():
+            axes.plot(*zip(*line, strict=True), marker="o", markersize=4, linewidth=1.5, label=label)
+        axes.set_ylabel(LABELS[metric])
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    axes.set_xlabel(f"guidance scale (1 is none), step {last}")
+    return [save(figure, output_dir / "FID_vs_Guidance.png")]
+
+
+def scale_of(row: Row) -> float | None:
+    """The guidance scale of a row, among the settings of its sampler."""
+    settings = dict(part.split("=", 1) for part in (row["settings"] or "").split() if "=" in part)
+    return float(settings["guidance_scale"]) if "guidance_scale" in settings else None
 
 
 def lines_of(rows: list[Row], metric: str, against: str) -> dict[str, Line]:

@@ -34,6 +34,9 @@ class GeneratingOptions:
     batch_size: int | None = option(
         None, "Images per process and forward pass (default: the largest that pays, measured at the start)."
     )
+    guidance_scales: list[float] = option(
+        [1.0], "Of a conditional run, whose classes or captions take turns: guidance scales to measure; 1 is none."
+    )
     keep_images: bool = option(False, "Keep them in the run's folder, where generate.py would put them.")
 
 
@@ -114,6 +117,7 @@ HABITS = {
     "num_samples": "num_images",
     "steps": "num_inference_steps",
     "mode": "modes",
+    "guidance_scale": "guidance_scales",
     "stats": "statistics",
     "output": "output_dir",
 }
@@ -162,6 +166,10 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError(f"--modes {' '.join(options.modes)}: one of them is named twice")
     if options.num_images is not None and options.num_images < FEWEST_IMAGES:
         raise UserError(f"--num_images {options.num_images}: must be at least {FEWEST_IMAGES}")
+    if not options.guidance_scales or min(options.guidance_scales) < 0:
+        raise UserError("--guidance_scales: one or several numbers, 0 or greater; 1 is no guidance")
     for name in ("checkpoints", "weights", "keep_images", "batch_size", "ddim", "scheduler", "num_inference_steps"):
         if getattr(options, name) and not options.run_dir:
             raise UserError(f"--{name} goes with --run_dir")
+    if options.guidance_scales != [1.0] and not options.run_dir:
+        raise UserError("--guidance_scales goes with --run_dir")

@@ -19,8 +19,8 @@ from common.files import sha256
 from evaluation.images import EncodedImages, as_rgb
 from evaluation.results import Measured
 from generation.engine import Job, Pace, choose_batch_size, generate, generate_images
-from generation.models import CONFIG, METRICS, PIPELINE, SavedModel, check_conditions, find_models, output_folder
-from generation.options import GenerationOptions, seeds_in_grid
+from generation.models import CONFIG, METRICS, PIPELINE, SavedModel, find_models, output_folder
+from generation.options import GenerationOptions
 from generation.output import open_collections, read_record
 from generation.pictures import draw_pictures
 from image_data.sources import load_images
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from common.processes import Processes
     from evaluation.images import Batch, ImageSet
     from evaluation.options import EvaluationOptions
-    from schedulers.sampling import SamplingMethod
 
 logger = logging.getLogger(__name__)
 
-METHOD_SETTINGS = ("sampler", "num_inference_steps", "skip_schedule", "eta", "variance_type")
+METHOD_SETTINGS = ("sampler", "num_inference_steps", "skip_schedule", "eta", "variance_type", "guidance_scale")
 
 
 def models_of(run_dir: str, steps: list[str], weights: str | None) -> list[SavedModel]:
@@ -45,8 +44,6 @@ def models_of(run_dir: str, steps: list[str], weights: str | None) -> list[Saved
         models = find_models(run_dir, steps, weights)
         return [_at_last_step(model) for model in models]
     models = find_models(run_dir, steps or ["all"], weights)
-    for model in models:
-        check_conditions(model, class_labels=[], prompt=None)
     if not steps and weights != "raw" and (run / PIPELINE).is_file():
         models += _pipeline_beside(run, models)
     return models
@@ -87,17 +84,17 @@ def training_images(run_dir: str, options: EvaluationOptions, num_workers: int) 
     return images.without_bad(num_workers) if config["on_bad_image"] == "skip" else images
 
 
-def measured_of(model: SavedModel, method: SamplingMethod, num_images: int, reference: str, precision: str) -> Measured:
+def measured_of(job: Job, num_images: int, reference: str, precision: str) -> Measured:
     return Measured(
-        step=model.step,
-        train_seconds=model.train_seconds,
-        weights=model.weights,
+        step=job.model.step,
+        train_seconds=job.model.train_seconds,
+        weights=job.model.weights,
         num_images=num_images,
-        images=model.name,
-        sha256=model.sha256,
+        images=job.model.name,
+        sha256=job.model.sha256,
         reference=reference,
         precision=precision,
-        **_named_settings(method.settings),
+        **_named_settings(job.method.settings | job.condition.settings),
     )
 
 
@@ -114,7 +111,7 @@ def measured_images(named: str, images: ImageSet, num_images: int, reference: st
         sha256=record["sha256"] if record else images.fingerprint,
         reference=reference,
         precision=precision,
-        **(_named_settings({name: record[name] for name in METHOD_SETTINGS}) if record else nothing),
+        **(_named_settings({name: record.get(name) for name in METHOD_SETTINGS}) if record else nothing),
     )
 
 
@@ -128,35 +125,34 @@ def _named_settings(settings: dict[str, object]) -> dict[str, object]:
     }
 
 
-def kept_images(model: SavedModel, method: SamplingMethod, num_images: int, precision: str) -> Path | None:
+def kept_images(job: Job, num_images: int, precision: str) -> Path | None:
     """The folder with images of this model and method that generate.py or an evaluation kept, if there are enough."""
-    folder = output_folder(model, method, precision)
+    folder = output_folder(job.model, job.method, precision, job.condition.name)
     record = read_record(folder)
-    if record is None or not record["complete"] or record["sha256"] != model.sha256:
+    if record is None or not record["complete"] or record["sha256"] != job.model.sha256:
         return None
-    same_method = all(record[name] == value for name, value in method.settings.items())
+    settings = job.method.settings | job.condition.settings
+    same_method = all(record.get(name) == value for name, value in settings.items())
     first, _, last = record["seeds"].partition(",")[0].partition("-")
     return folder if same_method and first == "0" and int(last or 0) + 1 >= num_images else None
 
 
 def keep_images(
-    model: SavedModel,
-    method: SamplingMethod,
+    job: Job,
     num_images: int,
     batch_size: int | None,
     precision: str,
     processes: Processes,
 ) -> Path:
     """Generate images into the folder that generate.py would choose, as it would: with samples.json and a grid."""
-    folder, seeds = output_folder(model, method, precision), list(range(num_images))
+    folder, seeds = output_folder(job.model, job.method, precision, job.condition.name), list(range(num_images))
     options = GenerationOptions(batch_size=batch_size)
     how = {"precision": precision, "allow_tf32": False, "channels_last": _channels_last(precision, processes)}
     with interruption.deferred():
         (collection,), batch_size = open_collections(
-            [Job(model, method)],
+            [job],
             [folder],
             seeds,
-            seeds_in_grid(options, seeds),
             options,
             {**how, "compile": False},
             processes,
@@ -167,14 +163,13 @@ def keep_images(
                 collection.add(batch, images)
             shown = collection.finish(processes)
     if processes.is_main:
-        draw_pictures(options, collection.job, processes, pace, shown, folder)
+        draw_pictures(options, job, processes, pace, shown, collection.layout, folder)
     processes.wait()
     return folder
 
 
 def generated_batches(
-    model: SavedModel,
-    method: SamplingMethod,
+    job: Job,
     num_images: int,
     batch_size: int | None,
     feature_batch_size: int,
@@ -183,9 +178,9 @@ def generated_batches(
 ) -> Iterator[Batch]:
     """Images of the seeds 0 .. num_images - 1, straight from the network; this process's share of them."""
     if batch_size is None:
-        batch_size = choose_batch_size(Job(model, method), processes, num_images)
+        batch_size = choose_batch_size(job, processes, num_images)
     pace = Pace(batch_size, _channels_last(precision, processes))
-    images = generate_images(model, method, range(num_images), processes, pace)
+    images = generate_images(job, range(num_images), processes, pace)
     return _in_batches(((torch.tensor(batch), as_rgb(pixels)) for batch, pixels in images), feature_batch_size)
 
 

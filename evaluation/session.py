@@ -13,7 +13,8 @@ import yaml
 from common import interruption
 from common.cores import default_num_workers
 from common.errors import UserError
-from evaluation.curves import draw_run
+from evaluation.asked import Asked, add_classes, check_unconditional, describe_classes
+from evaluation.curves import draw_guidance, draw_run
 from evaluation.features import announce_speed, compile_networks, extract
 from evaluation.images import EncodedImages, ImageSet, batches_of, open_images
 from evaluation.measure import columns_of, measure
@@ -39,6 +40,8 @@ from evaluation.run import (
     training_images,
 )
 from evaluation.statistics import Statistics, named_statistics, reference_statistics, save_statistics
+from generation.conditions import NoCondition, read_condition
+from generation.engine import Job
 from generation.models import CONFIG
 from generation.options import build_method
 from image_data.sources import load_images
@@ -50,7 +53,6 @@ if TYPE_CHECKING:
     from evaluation.networks import FeatureNetwork
     from evaluation.options import EvaluationOptions
     from generation.models import SavedModel
-    from schedulers.sampling import SamplingMethod
 
 logger = logging.getLogger(__name__)
 
@@ -102,40 +104,54 @@ class Session:
         count = DEFAULT_IMAGES if options.num_images is None else options.num_images
         channels, *size = models[0].shape
         reference = self._reference(tuple(size), is_grey=channels == 1)
-        for number, model in enumerate(models, start=1):
-            method = build_method(options, model)
+        jobs, asked = self._jobs_of(models, count, tuple(size))
+        for number, job in enumerate(jobs, start=1):
             measured, done = None, False
             if processes.is_main:
                 description = reference[0].identity.describe()
-                measured = measured_of(model, method, count, description, options.mixed_precision)
+                measured = measured_of(job, count, description, options.mixed_precision)
                 row = find_row(read_results(output_dir), measured)
                 wanted = [
                     column
                     for network, statistics in zip(self.networks, reference, strict=True)
                     for column in columns_of(network, count, statistics)
-                ]
+                ] + (asked.columns(count) if asked else [])
                 done = row is not None and all(row.get(column) is not None for column in wanted)
+            named = " ".join(filter(None, [job.model.name, job.condition.guidance.name]))
             if processes.collect(done)[0]:
-                logger.info("%s (%d of %d) has been measured already", model.name, number, len(models))
+                logger.info("%s (%d of %d) has been measured already", named, number, len(jobs))
                 continue
-            logger.info("%s (%d of %d), weights=%s", model.name, number, len(models), model.weights)
+            logger.info("%s (%d of %d), weights=%s", named, number, len(jobs), job.model.weights)
             self._prepare(count, tuple(size))
             try:
-                metrics = self._measure(measured, count, *self._images_of(model, method, count), reference, output_dir)
+                metrics = self._measure(measured, count, *self._images_of(job, count), reference, output_dir, asked)
             except interruption.Interrupted as stop:
                 raise interruption.Interrupted(
-                    f"{str(stop).partition(':')[0]}: stopped at {model.name}; the ones before it are in "
+                    f"{str(stop).partition(':')[0]}: stopped at {named}; the ones before it are in "
                     f"{output_dir / RESULTS}; start the same command again to continue"
                 ) from stop
-            if processes.is_main and model.step is not None:
+            if processes.is_main and job.model.step is not None and job.condition.guidance.scale == 1:
                 config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
-                log_to_tensorboard(output_dir / config["logging_dir"], model.step, metrics)
+                log_to_tensorboard(output_dir / config["logging_dir"], job.model.step, metrics)
         if processes.is_main:
             rows = read_results(output_dir)
             print(f"\n{describe_rows(rows, count)}\n")
-            for picture in draw_run(output_dir, rows, self.networks[0].has_logits):
+            for picture in [*draw_run(output_dir, rows, self.networks[0].has_logits), *draw_guidance(output_dir, rows)]:
                 logger.info("Drew %s", picture)
             update_evaluation(output_dir)
+
+    def _jobs_of(self, models: list[SavedModel], count: int, size: tuple[int, int]) -> tuple[list[Job], Asked | None]:
+        """Every model at every guidance scale, and for a conditional run what its samples are to show."""
+        options, asked, jobs = self.options, None, []
+        if read_condition(models[0]) is not None:
+            run_dir = Path(options.run_dir).expanduser()
+            real = training_images(options.run_dir, options, self.num_workers)
+            asked = Asked(run_dir, real, self.num_workers, self.cache_dir, self.processes)
+        for model in models:
+            check_unconditional(model, options.guidance_scales)
+            told = asked.conditions(model, options.guidance_scales, count) if asked else [NoCondition()]
+            jobs += [Job(model, build_method(options, model), condition=condition) for condition in told]
+        return jobs, asked
 
     def save_statistics(self) -> None:
         """Only the real images' statistics."""
@@ -180,6 +196,12 @@ class Session:
                 logger.info("Its statistics are in %s", options.save_statistics)
         return reference
 
+    @property
+    def _is_own_reference(self) -> bool:
+        """Whether the real images are those that the run was trained on, whose classes are known."""
+        options = self.options
+        return not (options.real or options.dataset_name or options.train_data_dir or options.statistics)
+
     def _real_images(self, size: tuple[int, int]) -> ImageSet:
         options = self.options
         # Images that are not square are compared as they are.
@@ -209,19 +231,17 @@ class Session:
                 compile_networks(self.networks, count)
             announce_speed(self.networks, size, self.options.feature_batch_size, count, self.processes)
 
-    def _images_of(self, model: SavedModel, method: SamplingMethod, count: int) -> tuple[Iterable[Batch], str | None]:
+    def _images_of(self, job: Job, count: int) -> tuple[Iterable[Batch], str | None]:
         """Images of a checkpoint, kept or made now, and a name for the bar unless they come with their own."""
         options, processes = self.options, self.processes
         precision = options.mixed_precision
-        kept = processes.collect(kept_images(model, method, count, precision) if processes.is_main else None)[0]
+        kept = processes.collect(kept_images(job, count, precision) if processes.is_main else None)[0]
         if kept is None and options.keep_images:
-            kept = keep_images(model, method, count, options.batch_size, precision, processes)
+            kept = keep_images(job, count, options.batch_size, precision, processes)
         if kept is not None:
             logger.info("Its images are in %s", kept)
-            return self._batches_of(open_images(str(kept), "--run_dir"), count), model.name
-        batches = generated_batches(
-            model, method, count, options.batch_size, options.feature_batch_size, precision, processes
-        )
+            return self._batches_of(open_images(str(kept), "--run_dir"), count), job.model.name
+        batches = generated_batches(job, count, options.batch_size, options.feature_batch_size, precision, processes)
         return batches, None
 
     def _batches_of(self, images: ImageSet, count: int) -> Iterable[Batch]:
@@ -237,15 +257,21 @@ class Session:
         description: str | None,
         reference: list[Statistics],
         output_dir: Path | None,
+        asked: Asked | None = None,
     ) -> dict[str, float]:
         """One pass over the images, all metrics from it, and a row of the table; on the main process."""
         processes, batch_size = self.processes, self.options.feature_batch_size
+        batches = asked.reading(batches) if asked else batches
         extracted = extract(self.networks, batches, count, batch_size, processes, description)
-        metrics: dict[str, float] = {}
+        metrics = asked.measure(count) if asked else {}
         if processes.is_main:
             for network, features, statistics in zip(self.networks, extracted, reference, strict=True):
                 metrics |= measure(network, features, statistics, processes.device)
+            classes = asked.measure_classes(extracted[0], reference[0]) if asked and self._is_own_reference else []
             print(f"\n{describe_result(measured, metrics)}\n", flush=True)
+            if classes:
+                print(f"{describe_classes(classes)}\n", flush=True)
+                add_classes(output_dir, measured, classes)
             if count < ENOUGH_FOR_FID:
                 logger.warning(
                     "FID of %d images is far above that of many: its covariance wants %s at least. Read kid, which is "

@@ -41,6 +41,13 @@ class Guidance:
     rescale: float = 0.0
     interval: tuple[int, int] | None = None  # Kynkäänniemi et al. 2024
 
+    @property
+    def name(self) -> str:
+        """For the name of a folder."""
+        parts = [f"guidance-{self.scale:g}"] if self.scale != 1 else []
+        parts += [f"rescale-{self.rescale:g}"] if self.rescale else []
+        return "-".join(parts + (["interval", *map(str, self.interval)] if self.interval else []))
+
     def __call__(self, t: torch.Tensor) -> bool:
         """Whether there is any at this timestep."""
         if self.scale == 1 or self.interval is None:
@@ -53,6 +60,7 @@ class NoCondition:
     """A network that is told nothing; and what every condition has."""
 
     name = ""  # for the name of a folder
+    guidance = Guidance()
     settings: dict[str, Any] = {}  # for samples.json
 
     def predict_for(self, network: torch.nn.Module, seeds: list[int]) -> Predict:
@@ -84,14 +92,11 @@ class Condition(NoCondition):
 
     @property
     def name(self) -> str:
-        """The choices in short, and the guidance."""
         text = re.sub(r"\W+", "-", self._short).strip("-").lower()
         if len(text) > LONGEST_NAME:
             digest = hashlib.blake2b(repr(self.settings).encode(), digest_size=4).hexdigest()
             text = f"{text[: LONGEST_NAME - len(digest)]}-{digest}"
-        scale, rescale, interval = self.guidance.scale, self.guidance.rescale, self.guidance.interval
-        parts = [text, *([f"guidance-{scale:g}"] if scale != 1 else []), *([f"rescale-{rescale:g}"] if rescale else [])]
-        return "-".join([*parts, *(["interval", *map(str, interval)] if interval else [])])
+        return "-".join(filter(None, [text, self.guidance.name]))
 
     def predict_for(self, network: torch.nn.Module, seeds: list[int]) -> Predict:
         device = next(network.parameters()).device

@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -57,10 +57,10 @@ def divide(seeds: Sequence[int], batch_size: int) -> list[list[int]]:
 
 
 def generate_images(
-    model: SavedModel, method: SamplingMethod, seeds: Sequence[int], processes: Processes, pace: Pace
+    job: Job, seeds: Sequence[int], processes: Processes, pace: Pace
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
     """This process's share of the images of the seeds: `(seeds, uint8 images on the CPU)`, batch by batch."""
-    job = Job(model, method, divide(seeds, pace.batch_size))
+    job = replace(job, batches=divide(seeds, pace.batch_size))
     for _, batch, images in generate([job], processes, pace):
         yield batch, images
 

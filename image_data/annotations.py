@@ -24,6 +24,7 @@ ANIMALS10 = {
     "ragno": "spider",
     "scoiattolo": "squirrel",
 }
+DEFAULT_TEMPLATES = ["a photo of a {class}"]
 NUMERALS = "zero one two three four five six seven eight nine".split()
 
 
@@ -39,6 +40,12 @@ def spoken(class_name: str) -> str:
     """A class as a caption says it: `polka_dotted` is polka dotted, 7 is seven."""
     is_digit = len(class_name) == 1 and class_name.isdecimal()
     return NUMERALS[int(class_name)] if is_digit else class_name.replace("_", " ").replace("-", " ")
+
+
+def templates_filled(templates: list[str], class_names: list[str]) -> list[list[str]]:
+    """The captions of each class."""
+    templates = templates or DEFAULT_TEMPLATES
+    return [[template.replace("{class}", spoken(name)) for template in templates] for name in class_names]
 
 
 def find_labels(source: ImageSource, label_column: str | None = None) -> Labels:

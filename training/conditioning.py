@@ -27,7 +27,7 @@ from generation.text import (
     text_encoder_config,
     words_of,
 )
-from image_data.annotations import find_captions, find_labels, spoken
+from image_data.annotations import find_captions, find_labels, templates_filled
 from image_data.sources import spread
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TEMPLATES = ["a photo of a {class}"]
 PROMPTS_OF_CAPTIONS = 8  # rows of a sample grid if nobody says what to draw
 
 
@@ -220,8 +219,7 @@ def load_condition(config: ConditionalConfig, data: TrainingImages, processes: P
     logger.info("Classes: %s", ", ".join(f"{name} {count}" for name, count in zip(found.names, counts, strict=True)))
     if config.condition == "class":
         return ClassCondition(found.names, labels, config)
-    templates = config.caption_template or DEFAULT_TEMPLATES
-    captions = [[template.replace("{class}", spoken(name)) for template in templates] for name in found.names]
+    captions = templates_filled(config.caption_template, found.names)
     prompts = config.validation_prompts or [several[0] for several in captions]
     return TextCondition(labels, captions, labels, prompts, config, processes)
 

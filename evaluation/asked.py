@@ -1,0 +1,165 @@
+"""Samples of a conditional run against what was asked for: class by class, at every guidance scale."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import yaml
+
+from common.errors import UserError
+from common.files import write_atomically
+from evaluation.classifier import load_classifier
+from evaluation.images import batches_of
+from evaluation.metrics import Moments, frechet_distance
+from evaluation.results import KEYS
+from evaluation.statistics import MOST_FEATURES_KEPT
+from generation.conditions import condition_of, read_condition
+from generation.models import CONFIG
+from generation.options import ConditionOptions
+from image_data.annotations import find_captions, find_labels, templates_filled
+from image_data.sources import spread
+
+if TYPE_CHECKING:
+    from common.processes import Processes
+    from evaluation.features import Features
+    from evaluation.images import Batch, EncodedImages
+    from evaluation.results import Measured
+    from evaluation.statistics import Statistics
+    from generation.conditions import NoCondition
+    from generation.models import SavedModel
+
+logger = logging.getLogger(__name__)
+
+PER_CLASS = "evaluation_per_class.csv"
+MOST_READ = 50_000  # real images that the classifier learns from, evenly spread
+FEWEST_OF_A_CLASS = 10
+
+
+class Asked:
+    """The classes of a run's images, a classifier of them, and what samples are told to show.
+
+    The image of seed s is of class s % n, or has the prompt of that class, or of that caption.
+    """
+
+    def __init__(self, run_dir: Path, real: EncodedImages, num_workers: int, cache_dir: Path, processes: Processes):
+        self.config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+        self.processes, self.classifier = processes, None
+        self.prompts: list[str] = []
+        rows = torch.as_tensor(real.rows)
+        by_text = self.config["condition"] == "text"
+        captions = find_captions(real.files, self.config["caption_column"]) if by_text else None
+        if captions is not None and not self.config["caption_template"]:
+            # The captions of the images themselves: samples must be as various as these to be compared with them.
+            self.prompts = [captions[row][0] for row in rows.tolist()]
+            return
+        found = find_labels(real.files, self.config["label_column"])
+        self.names, self.labels = found.names, found.of_row[rows]
+        if by_text:
+            self.prompts = [several[0] for several in templates_filled(self.config["caption_template"], self.names)]
+        chosen = torch.as_tensor(spread(len(real), MOST_READ))
+        with processes.main_first():
+            pixels = torch.cat([images for _, images in batches_of(real, chosen, 256, num_workers)])
+            self.classifier = load_classifier(pixels, self.labels[chosen], cache_dir, processes.device)
+
+    def conditions(self, model: SavedModel, scales: list[float], num_images: int) -> list[NoCondition]:
+        """What the model is told, at each guidance scale."""
+        prompts = self.prompts
+        if self.classifier is None:
+            prompts = [prompts[index] for index in spread(len(prompts), num_images)]
+        return [
+            condition_of(ConditionOptions(prompt=prompts, guidance_scale=scale), model, self.processes.device)
+            for scale in scales
+        ]
+
+    def columns(self, count: int) -> list[str]:
+        """The names under which `measure` will file what it finds."""
+        if self.classifier is None:
+            return []
+        return [f"as_asked@{count}", f"classifier_accuracy@{self.classifier.num_held_out}"]
+
+    def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Pass the samples on, and note what class each is read as."""
+        self._indices, self._read = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+        for indices, images in batches:
+            if self.classifier is not None:
+                self._indices.append(indices)
+                self._read.append(self.classifier.classes_of(images))
+            yield indices, images
+
+    def measure(self, count: int) -> dict[str, float]:
+        """The share of samples that show what was asked for; all processes must ask."""
+        if self.classifier is None:
+            return {}
+        indices, read = (self.processes.gather_rows(torch.cat(parts)) for parts in (self._indices, self._read))
+        if not self.processes.is_main:
+            return {}
+        self._right = (read == indices % len(self.names))[indices.argsort()]
+        values = self._right.double().mean().item(), self.classifier.accuracy
+        return dict(zip(self.columns(count), values, strict=True))
+
+    def measure_classes(self, generated: Features, reference: Statistics) -> list[dict[str, object]]:
+        """A row for every class: FID of its samples against its real images, with the number of both."""
+        if self.classifier is None or reference.features is None:
+            return []
+        labels = self.labels[torch.as_tensor(spread(len(self.labels), MOST_FEATURES_KEPT))]
+        asked = torch.arange(generated.count) % len(self.names)
+        rows = []
+        for label, name in enumerate(self.names):
+            samples, real = generated.features[asked == label], reference.features[labels == label]
+            if min(len(samples), len(real)) < FEWEST_OF_A_CLASS:
+                logger.warning("No FID of class %s: %d samples, %d real images", name, len(samples), len(real))
+                continue
+            fid = frechet_distance(moments_of(samples), moments_of(real))
+            right = self._right[asked == label].double().mean().item()
+            row = {"class": name, "samples": len(samples), "real_images": len(real), "fid": fid, "as_asked": right}
+            rows.append(row)
+        return rows
+
+
+def moments_of(features: torch.Tensor) -> Moments:
+    features = features.double()
+    return Moments.of_sums(len(features), features.sum(0), features.T @ features)
+
+
+def check_unconditional(model: SavedModel, scales: list[float]) -> None:
+    """Raise for guidance of a model that has none."""
+    if read_condition(model) is None and scales != [1.0]:
+        shown = " ".join(f"{scale:g}" for scale in scales)
+        raise UserError(f"--guidance_scales {shown}: {model.name} was trained without a condition")
+
+
+def add_classes(output_dir: Path, measured: Measured, classes: list[dict[str, object]]) -> None:
+    """Put the rows of a measurement into the table of classes, in place of earlier ones of the same."""
+    path = output_dir / PER_CLASS
+    rows: list[dict[str, object]] = []
+    if path.exists():
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    what = {name: "" if value is None else str(value) for name, value in asdict(measured).items()}
+    rows = [row for row in rows if any(row[name] != what[name] for name in KEYS)]
+    rows += [{**what, **row} for row in classes]
+    file = io.StringIO()
+    columns = [*KEYS, "class", "samples", "real_images", "fid", "as_asked"]
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, file.getvalue())
+
+
+def describe_classes(classes: list[dict[str, object]]) -> str:
+    """The rows for a person."""
+    width = max(len(str(row["class"])) for row in classes)
+    lines = [f"  {'class'.ljust(width)}     fid  samples  real  as asked"]
+    lines += [
+        f"  {str(row['class']).ljust(width)}  {row['fid']:6.4g}  {row['samples']:7d}  {row['real_images']:4d}  "
+        f"{row['as_asked']:8.1%}"
+        for row in classes
+    ]
+    return "\n".join(lines)
