@@ -5,6 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
+from common.errors import UserError
+
 
 def sync(path: Path) -> None:
     """Have the disk, not only the kernel, know a file or a folder's entries."""
@@ -15,15 +17,23 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file in one step."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a file in one step."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        aside.write_text(text, encoding="utf-8")
+        aside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
         sync(aside)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that the user names, unless it is there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: this folder cannot be made ({error.strerror})") from error
 
 
 def sha256(path: Path) -> str:
