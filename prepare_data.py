@@ -9,12 +9,14 @@ import json
 import logging
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import interruption
-from common.errors import run_script
+from common.errors import UserError, run_script
 from common.files import make_folder, write_atomically
 from image_data.config import PrepareOptions, folders_of, parse_prepare_options
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from image_data.layouts import Collection, Photo
 
 logger = logging.getLogger("prepare_data")
-
 
 NOT_SETTINGS = ("source", "output", "check", "num_workers")
 DEFAULT_EVAL_FRACTION = 0.1
@@ -40,14 +41,16 @@ def main() -> None:
     from image_data.archives import opened
 
     set_up_logging(is_main=True)
-    with interruption.deferred():
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may have letters that the terminal has not
+    with interruption.deferred(), one_line_for_disk_errors(output):
         make_folder(output)
         lock(output, "--output")
-        if options.check:
-            with opened(source, output) as folder:
-                healthy = check(options, folder, output)
-            sys.exit(0 if healthy else 1)
-        prepare(options, source, output)
+        if not options.check:
+            prepare(options, source, output)
+            return
+        with opened(source, output) as folder:
+            healthy = check(options, folder, output)
+    sys.exit(0 if healthy else 1)
 
 
 def prepare(options: PrepareOptions, source: Path, output: Path) -> None:
@@ -110,6 +113,16 @@ def photos_of(options: PrepareOptions, folder: Path, output: Path) -> "tuple[Col
         return collection, own_split(collection.photos)
     fraction = DEFAULT_EVAL_FRACTION if options.eval_fraction is None else options.eval_fraction
     return collection, split_photos(collection.photos, fraction, options.eval_split, options.seed)
+
+
+@contextmanager
+def one_line_for_disk_errors(output: Path) -> Iterator[None]:
+    """A full or failing disk is not this program's mistake."""
+    try:
+        yield
+    except OSError as error:
+        name = f" ({error.filename})" if error.filename else ""
+        raise UserError(f"--output {output}: {error.strerror or error}{name}; the same command goes on") from error
 
 
 if __name__ == "__main__":

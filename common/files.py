@@ -34,6 +34,8 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{path}: this folder cannot be made ({error.strerror})") from error
+    if not os.access(path, os.W_OK):
+        raise UserError(f"{path}: no permission to write to this folder")
 
 
 def sha256(path: Path) -> str:

@@ -64,10 +64,10 @@ def _unpack_whole(archive: Path, folder: Path) -> None:
         for name, reason in _unpack(archive, partial).items():
             logger.warning("left in the archive: %s (%s)", printable(name), reason)
         partial.rename(folder)
-    except DAMAGED as error:
-        raise UserError(f"{archive}: the archive is damaged or of an unknown kind ({error})") from error
-    except OSError as error:
-        raise UserError(f"{archive}: cannot be unpacked to {folder} ({error.strerror or error})") from error
+    except (*DAMAGED, OSError) as error:
+        if getattr(error, "errno", None) is None:  # gzip and bzip2 call a damaged file an OSError, without a number
+            raise UserError(f"{archive}: the archive is damaged or of an unknown kind ({error})") from error
+        raise UserError(f"{archive}: cannot be unpacked to {folder} ({error.strerror})") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -118,6 +118,18 @@ def _members(archive: Path) -> Iterator[_Member]:
             kind = "file" if info.isreg() else "folder" if info.isdir() else "a link or device"
             opened = lambda info=info: file.extractfile(info)  # noqa: E731
             yield _Member(info.name, kind, info.size, info.mtime, opened)
+        _expect_the_end(file.fileobj)
+
+
+def _expect_the_end(file: IO[bytes]) -> None:
+    """A tar ends with blocks of zeros; tarfile takes a cut or a damaged header for the end as well."""
+    length = 0
+    while block := file.read(BLOCK):
+        length += len(block)
+        if any(block):
+            raise tarfile.ReadError("a header in the middle cannot be read")
+    if length == 0:
+        raise tarfile.ReadError("its end is missing")
 
 
 def _refuse_to_leave(archive: Path, name: str) -> None:

@@ -1,9 +1,8 @@
 """What is in a collection of photos, and what of it would hurt a training."""
 
-import contextlib
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -12,15 +11,12 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch.utils.data import Dataset
 
-from common import interruption
-from common.progress import progress_bar
 from image_data.decode import UndecodableImage, decode_image, inspect_image
 from image_data.files import printable, read_file
 from image_data.layouts import Collection, Photo
 from image_data.sources import spread
-from image_data.workers import load_in_workers
+from image_data.workers import work_through
 
-PHOTOS_PER_ITEM = 16
 SMALLEST_IMAGE = 8  # for which networks are defined
 
 # Near duplicates: hashes that differ in at most so many of 63 bits, and small grey copies that are alike.
@@ -71,17 +67,7 @@ class Findings:
 
 def inspect_photos(photos: list[Photo], num_workers: int) -> list[Seen | str]:
     """What is seen of every photo, or why nothing is."""
-    items = [photos[start : start + PHOTOS_PER_ITEM] for start in range(0, len(photos), PHOTOS_PER_ITEM)]
-    seen = []
-    with (
-        contextlib.closing(load_in_workers(_Inspector(), items, num_workers)) as results,
-        progress_bar(total=len(photos), desc="Checking", unit="images") as bar,
-    ):
-        for result in results:
-            seen += result
-            bar.update(len(result))
-            interruption.stop_if_requested("stopped; the check leaves nothing behind")
-    return seen
+    return work_through(_Inspector(), photos, num_workers, "Checking", "the same command begins anew")
 
 
 class _Inspector(Dataset):
@@ -202,7 +188,9 @@ def find(
         layout=collection.layout,
         photos=len(collection.photos),
         classes=dict(sorted(counts.items())),
-        splits={split: _counts(members) for split, members in splits.items()},
+        splits={
+            split: _counts(photo for photo in members if photo.name in label_of) for split, members in splits.items()
+        },
         width=_range([look.width for look in looks]),
         height=_range([look.height for look in looks]),
         modes=dict(Counter(look.mode for look in looks).most_common()),
@@ -324,7 +312,7 @@ def _sample(photos: list[Photo]) -> list[Photo]:
     return [photos[index] for index in spread(len(photos), SHEET_COLUMNS)]
 
 
-def _counts(photos: list[Photo]) -> dict[str, int]:
+def _counts(photos: Iterable[Photo]) -> dict[str, int]:
     return dict(sorted(Counter(photo.label or "" for photo in photos).items()))
 
 

@@ -3,6 +3,7 @@
 Nothing heavy is imported here, so that `--help` answers at once.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -68,11 +69,13 @@ def folders_of(options: PrepareOptions) -> tuple[Path, Path]:
     if not options.source:
         raise UserError("name the photos: prepare_data.py SOURCE --output DIR, or prepare_data.py --check SOURCE")
     source = Path(options.source).expanduser()
-    if not source.exists():
-        raise UserError(f"{source}: there is no such folder or archive ({source.resolve()})")
+    real_source = Path(os.path.realpath(source))
+    if not os.path.exists(source):
+        raise UserError(f"{source}: there is no such folder or archive that can be read ({real_source})")
     if not options.output and not options.check:
         raise UserError("--output: name the folder to make, or use --check to look at the photos only")
-    output = Path(options.output or f"runs/check-{source.resolve().stem}").expanduser()
-    if source.resolve() == output.resolve() or output.resolve() in source.resolve().parents:
+    output = Path(options.output or f"runs/check-{real_source.stem}").expanduser()
+    real_output = Path(os.path.realpath(output))
+    if real_output == real_source or real_output in real_source.parents:
         raise UserError(f"--output {output}: must not be the folder of the photos itself, or one around it")
     return source, output

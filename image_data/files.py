@@ -3,6 +3,8 @@
 import os
 import stat
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +61,7 @@ def find_files(folder: Path, leave_out: Path | None = None) -> Files:
 
 def read_file(path: str) -> bytes:
     """The bytes of an image file; `UndecodableImage` if they cannot be had."""
-    try:
+    with _one_kind_of_error():
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             raise UndecodableImage("not a regular file")  # reading a pipe would wait for ever
@@ -68,15 +70,30 @@ def read_file(path: str) -> bytes:
         if status.st_size == 0:
             raise UndecodableImage("the file is empty")
         return Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        if isinstance(error, UndecodableImage):
-            raise
-        raise UndecodableImage(getattr(error, "strerror", None) or str(error)) from error
+
+
+def modified_at(path: str) -> float:
+    """When a file was last changed; `UndecodableImage` if it is not there."""
+    with _one_kind_of_error():
+        return os.stat(path).st_mtime
+
+
+@contextmanager
+def _one_kind_of_error() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UndecodableImage(error.strerror or str(error)) from error
+    except UndecodableImage:
+        raise
+    except ValueError as error:  # a name from a table that no file can have
+        raise UndecodableImage(str(error)) from error
 
 
 def portable(name: str) -> str:
     """A name as it is on every machine: macOS writes accents in two characters, and bytes may be no text at all."""
-    return unicodedata.normalize("NFC", os.fsencode(name).decode("utf-8", "backslashreplace"))
+    text = name.encode("utf-8", "surrogatepass").decode("utf-8", "backslashreplace")
+    return unicodedata.normalize("NFC", text)
 
 
 def printable(name: str) -> str:

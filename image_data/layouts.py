@@ -134,6 +134,9 @@ def _captioned(folder: _Folder) -> list[Photo] | None:
         return None  # a table of something else
     if file_column is None:
         raise UserError(f"{printable(str(table))}: no column with file names ({', '.join(FILE_COLUMNS)})")
+    on_disk = {portable(name): name for name in folder.images}
+    if not named and not any(portable(str(row.get(file_column))) in on_disk for _, row in rows):
+        return None
     label_column, caption_column = _first(LABEL_COLUMNS, columns), _first(CAPTION_COLUMNS, columns)
     photos = []
     for number, row in rows:
@@ -144,8 +147,9 @@ def _captioned(folder: _Folder) -> list[Photo] | None:
             folder.left_out[portable(name)] = f"{table.name} line {number} leads out of the folder"
         else:
             label, caption = _text(row.get(label_column)), _text(row.get(caption_column))
-            photos.append(folder.photo(posixpath.normpath(name), label=label, caption=caption))
-    for name in sorted(set(map(portable, folder.images)) - {photo.name for photo in photos}):
+            name = posixpath.normpath(name)
+            photos.append(folder.photo(on_disk.get(portable(name), name), label=label, caption=caption))
+    for name in sorted(set(on_disk) - {photo.name for photo in photos}):
         folder.left_out[name] = f"not in {table.name}"
     return photos
 
@@ -168,9 +172,9 @@ def _split_folders(folder: _Folder) -> list[Photo] | None:
 
 def _sysu(folder: _Folder) -> list[Photo] | None:
     """`<class>/images/`; contours and annotations are beside it."""
-    inside = re.compile(r"([^/]+)/images/.+")
+    inside = re.compile(r"[^/]+/images/[^/]+")
     classes = {name.split("/")[0] for name in folder.images if inside.fullmatch(name)}
-    if not classes or classes != set(folder.sub_folders):
+    if len(classes) < 2 or classes != set(folder.sub_folders):
         return None
     photos = [name for name in folder.images if inside.fullmatch(name)]
     return [folder.photo(name, label=portable(name.split("/")[0])) for name in photos]

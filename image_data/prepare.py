@@ -6,7 +6,6 @@
 <output>/prepared.json                with what settings, from which files, and what was left out
 """
 
-import contextlib
 import hashlib
 import io
 import json
@@ -22,20 +21,19 @@ from typing import NamedTuple
 from PIL import Image
 from torch.utils.data import Dataset
 
-from common import interruption
+from common import faults
 from common.errors import UserError
 from common.files import write_atomically
-from common.progress import progress_bar
 from image_data.decode import UndecodableImage, decode_image, is_grey, plain_suffix, shorter_side
-from image_data.files import read_file
+from image_data.files import modified_at, printable, read_file
 from image_data.layouts import Collection, Photo
-from image_data.workers import load_in_workers
+from image_data.workers import work_through
 
 MANIFEST = "prepared.json"
 METADATA = "metadata.jsonl"
 FORMAT_VERSION = 1
 SUFFIXES = (".png", ".jpg", ".webp")
-IMAGES_PER_ITEM = 16
+OWN_NAME = re.compile(r"-[0-9a-f]{8}\.(png|jpg|webp)$")
 LONGEST_NAME = 80  # of the 255 bytes that file systems allow
 
 
@@ -124,19 +122,20 @@ def plan(splits: dict[str, list[Photo]], look: Look, folders: dict[str, str], no
 def open_output(output: Path, settings: dict[str, object]) -> dict[str, object]:
     """The manifest of what an earlier call has prepared here; an error if that was something else."""
     file = output / MANIFEST
+    settings = {"format": FORMAT_VERSION, **settings}
     if not file.exists():
         strange = sorted(entry.name for entry in output.iterdir() if not entry.name.startswith("."))
         if strange:
             raise UserError(
                 f"--output {output}: is not empty ({strange[0]}) and was not made by this script; name a new folder"
             )
-        manifest = {"format": FORMAT_VERSION, "settings": settings, "images": [], "left_out": {}}
+        manifest = {"settings": settings, "images": [], "left_out": {}}
         write_atomically(file, json.dumps(manifest, indent=1))
         return manifest
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        before = manifest["settings"]
-    except (ValueError, KeyError, OSError) as error:
+        before, _ = dict(manifest["settings"]), list(manifest["images"])
+    except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"--output {output}: {MANIFEST} cannot be read ({error}); name a new folder") from error
     differing = [name for name in settings if before.get(name) != settings[name]]
     if differing:
@@ -156,21 +155,7 @@ def write_images(targets: list[Target], output: Path, num_workers: int) -> list[
         folder.mkdir(parents=True, exist_ok=True)
         for unfinished in folder.glob(".*.tmp"):  # of a process that was killed
             unfinished.unlink()
-    items = [targets[start : start + IMAGES_PER_ITEM] for start in range(0, len(targets), IMAGES_PER_ITEM)]
-    outcomes = []
-    with (
-        contextlib.closing(load_in_workers(_Writer(output), items, num_workers)) as results,
-        progress_bar(total=len(targets), desc="Preparing", unit="images") as bar,
-    ):
-        for result in results:
-            if isinstance(result, UserError):
-                raise result
-            outcomes += result
-            bar.update(len(result))
-            interruption.stop_if_requested(
-                f"stopped with {len(outcomes)} of {len(targets)} images prepared; the same command goes on from there"
-            )
-    return outcomes
+    return work_through(_Writer(output), targets, num_workers, "Preparing", "the same command goes on from there")
 
 
 def finish(
@@ -192,13 +177,13 @@ def finish(
         facts = {"label": target.photo.label, "caption": target.photo.caption}
         rows[target.folder].append({"file_name": file, **facts})
     if not images:
-        name, reason = next(iter(left_out.items()), ("", "there are none"))
-        raise UserError(f"none of the images can be used, the first being {name}: {reason}")
+        first = "".join(f"; the first: {printable(name)} ({left_out[name]})" for name in list(left_out)[:1])
+        raise UserError(f"{manifest['settings']['source']}: there is no image that can be used{first}")
 
-    files = {image["file"] for image in images}
-    for image in manifest["images"]:
-        if image["file"] not in files:
-            (output / image["file"]).unlink(missing_ok=True)
+    files = {output / image["file"] for image in images}
+    for file in output.glob("*/**/*"):
+        if OWN_NAME.search(file.name) and file not in files:
+            file.unlink()  # its original is gone, or has moved to the other side of the split
     # `datasets` wants the same columns everywhere.
     used = [name for name in ("label", "caption") if any(row[name] for part in rows.values() for row in part)]
     for folder, part in rows.items():
@@ -227,22 +212,18 @@ class _Writer(Dataset):
     def _outcome(self, target: Target) -> Outcome:
         file = self.output / target.folder / target.stem
         try:
-            data, modified = None, os.stat(target.photo.path).st_mtime
+            modified = modified_at(target.photo.path)
             for suffix in SUFFIXES:
                 if _was_made_of(file.with_name(file.name + suffix), modified):
                     return Outcome(suffix, made=False)
-            data = read_file(target.photo.path)
-            content, suffix = _encode(data, target.look)
+            content, suffix = _encode(read_file(target.photo.path), target.look)
         except UndecodableImage as error:
             return Outcome(None, made=False, reason=str(error))
-        except OSError as error:
-            if data is not None:
-                raise
-            return Outcome(None, made=False, reason=error.strerror or str(error))
         except MemoryError:
             return Outcome(None, made=False, reason="too large for the memory of this machine")
         file = file.with_name(file.name + suffix)
         write_atomically(file, content)
+        faults.point("prepare-image")
         os.utime(file, (modified, modified))
         return Outcome(suffix, made=True)
 
