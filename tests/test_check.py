@@ -66,7 +66,7 @@ def test_a_healthy_collection(report, tmp_path):
 
 
 def test_duplicates(report, tmp_path):
-    root = classes(tmp_path / "photos", {"cat": 6, "dog": 6})
+    root = classes(tmp_path / "photos", {"cat": 6, "dog": 8})
     original = scene(1)  # cat/000.jpg
     put(root / "cat/copy.jpg", (root / "cat/000.jpg").read_bytes())
     put(root / "cat/smaller.png", encoded(original.resize((40, 30))))
