@@ -13,7 +13,7 @@ from pathlib import Path
 from common.errors import UserError
 from image_data.files import find_files, portable, printable
 
-ITALIAN_ANIMALS = {
+ANIMALS10 = {
     "cane": "dog",
     "cavallo": "horse",
     "elefante": "elephant",
@@ -45,7 +45,7 @@ class Photo:
     path: str
     name: str  # relative to the collection, the same on every machine
     label: str | None = None
-    caption: str | None = None
+    caption: str | tuple[str, ...] | None = None  # several, if the collection has several
     split: str | None = None
 
 
@@ -75,7 +75,7 @@ class _Folder:
 
         return _Folder(self.path / name, inner(self.images), inner(self.others), self.left_out)
 
-    def photo(self, name: str, **facts: str | None) -> Photo:
+    def photo(self, name: str, **facts: str | tuple[str, ...] | None) -> Photo:
         return Photo(os.path.join(self.path, name), portable(name), **facts)
 
     @property
@@ -146,7 +146,7 @@ def _captioned(folder: _Folder) -> list[Photo] | None:
         elif posixpath.isabs(name) or posixpath.normpath(name).startswith(".."):
             folder.left_out[portable(name)] = f"{table.name} line {number} leads out of the folder"
         else:
-            label, caption = _text(row.get(label_column)), _text(row.get(caption_column))
+            label, caption = _text(row.get(label_column)), _captions(row.get(caption_column))
             name = posixpath.normpath(name)
             photos.append(folder.photo(on_disk.get(portable(name), name), label=label, caption=caption))
     for name in sorted(set(on_disk) - {photo.name for photo in photos}):
@@ -183,9 +183,9 @@ def _sysu(folder: _Folder) -> list[Photo] | None:
 def _animals10(folder: _Folder) -> list[Photo] | None:
     """Folders with Italian names; the classes get English ones."""
     names = folder.sub_folders
-    if len(names) < 2 or any(name not in ITALIAN_ANIMALS for name in names):
+    if len(names) < 2 or any(name not in ANIMALS10 for name in names):
         return None
-    return _in_classes(folder, lambda name: ITALIAN_ANIMALS[name])
+    return _in_classes(folder, lambda name: ANIMALS10[name])
 
 
 def _dtd(folder: _Folder) -> list[Photo] | None:
@@ -284,6 +284,10 @@ def _read_text(path: Path) -> str:
 
 def _first(wanted: Iterable[str], columns: set[str]) -> str | None:
     return next((column for column in wanted if column in columns), None)
+
+
+def _captions(value: object) -> str | tuple[str, ...] | None:
+    return tuple(map(str, value)) or None if isinstance(value, list) else _text(value)
 
 
 def _text(value: object) -> str | None:

@@ -184,9 +184,14 @@ def finish(
     for file in output.glob("*/**/*"):
         if OWN_NAME.search(file.name) and file not in files:
             file.unlink()  # its original is gone, or has moved to the other side of the split
-    # `datasets` wants the same columns everywhere.
-    used = [name for name in ("label", "caption") if any(row[name] for part in rows.values() for row in part)]
+    # `datasets` wants the same columns, of the same kind, everywhere.
+    every_row = [row for part in rows.values() for row in part]
+    used = [name for name in ("label", "caption") if any(row[name] for row in every_row)]
+    several = any(isinstance(row["caption"], tuple) for row in every_row)
     for folder, part in rows.items():
+        for row in part:
+            if several and not isinstance(row["caption"], tuple):
+                row["caption"] = (row["caption"] or "",)
         lines = (json.dumps({name: row[name] or "" for name in ("file_name", *used)}) for row in part)
         write_atomically(output / folder / METADATA, "".join(f"{line}\n" for line in lines))
     manifest = {**manifest, "layout": collection.layout, "images": images, "left_out": left_out}

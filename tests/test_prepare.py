@@ -27,7 +27,7 @@ from common.interruption import EXIT_INTERRUPTED, Interrupted
 from image_data import archives, files, prepare
 from image_data.config import parse_prepare_options
 from image_data.decode import decode_image
-from image_data.layouts import ITALIAN_ANIMALS, Photo, recognise
+from image_data.layouts import ANIMALS10, Photo, recognise
 from image_data.prepare import split_photos
 from image_data.sources import load_images
 
@@ -100,11 +100,11 @@ def test_sysu_shape(tmp_path):
 
 
 def test_animals10(tmp_path):
-    root = collection(tmp_path, [f"raw-img/{name}/1.jpeg" for name in ITALIAN_ANIMALS])
+    root = collection(tmp_path, [f"raw-img/{name}/1.jpeg" for name in ANIMALS10])
     (root / "translate.py").write_text("")
     assert recognise(root).layout == recognise(root / "raw-img").layout == "Animals-10"
     assert facts(root) == facts(root / "raw-img")
-    assert [label for _, label in facts(root)] == [ITALIAN_ANIMALS[name] for name in sorted(ITALIAN_ANIMALS)]
+    assert [label for _, label in facts(root)] == [ANIMALS10[name] for name in sorted(ANIMALS10)]
 
 
 def test_dtd(tmp_path):
@@ -370,6 +370,16 @@ def test_captions_of_a_table_come_before_the_template(run, tmp_path):
     assert [row["caption"] for row in table(tmp_path / "out/train")] == ["mine", "fire truck!", "fire truck!"]
     run(source, tmp_path / "other", "--eval_fraction=0")
     assert [row["caption"] for row in table(tmp_path / "other/train")] == ["mine", "", ""]
+
+
+def test_several_captions_of_an_image(run, tmp_path):
+    source = collection(tmp_path / "in", ["1.png", "2.png", "3.png"])
+    captions = [["one", "uno"], "two", None]
+    rows = [{"file_name": f"{n}.png", "caption": caption} for n, caption in enumerate(captions, start=1)]
+    (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run(source, tmp_path / "out", "--eval_fraction=0")
+    loaded = load_images(train_data_dir=str(tmp_path / "out"), cache_dir=str(tmp_path / "cache")).dataset
+    assert loaded["caption"][:] == [["one", "uno"], ["two"], [""]]
 
 
 # Again, and interrupted
