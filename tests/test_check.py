@@ -197,6 +197,9 @@ def test_groups_are_those_of_all_pairs(most_pairs, monkeypatch):
         phash, look = int(generator.integers(0, 2**63)) << 1, generator.integers(0, 256, 256)
         for copy in range(generator.integers(1, 5)):
             flipped = generator.choice(np.arange(1, 64), generator.integers(0, 9), replace=False) if copy else []
+            if copy == 1:  # the worst case: a difference in every band but one
+                bands = generator.choice(7, 6, replace=False)
+                flipped = [9 * band + generator.integers(1, 10) for band in bands]
             hashes.append(phash ^ sum(1 << int(bit) for bit in flipped))
             noise = generator.choice([3, 40, 100])  # the last is another picture
             small.append(np.clip(look + generator.normal(0, noise, 256), 0, 255) if copy else look)
@@ -204,6 +207,12 @@ def test_groups_are_those_of_all_pairs(most_pairs, monkeypatch):
     expected = all_pairs(hashes, small)
     assert 10 < len(expected) < 40
     assert {frozenset(group) for group in groups_of_near_duplicates(hashes, small)} == expected
+
+
+def test_images_of_one_colour_are_compared_by_it():
+    """They have no frequencies, hence equal hashes, and no correlation."""
+    small = np.repeat(np.array([[10], [11], [200], [201], [100]], np.uint8), 256, axis=1)
+    assert sorted(groups_of_near_duplicates(np.zeros(5, np.uint64), small)) == [[0, 1], [2, 3]]
 
 
 def test_thousands_of_equal_images_are_one_group():

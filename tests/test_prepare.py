@@ -787,7 +787,7 @@ def test_links_and_devices_stay_in_the_archive(run, tmp_path, caplog):
 
     link = zipfile.ZipInfo("raw-img/cane/link.png")
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
-    archive = zip_of(tmp_path / "b.zip", {**MEMBERS, link: b"/etc/passwd"})
+    archive = zip_of(tmp_path / "b.zip", {**MEMBERS, link: png})
     run(archive, tmp_path / "out2", "--resolution=8", "--eval_fraction=0")
     assert len(manifest_of(tmp_path / "out2")["images"]) == 20
 
