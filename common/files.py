@@ -5,6 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
+from common.errors import UserError
+
 
 def sync(path: Path) -> None:
     """Have the disk, not only the kernel, know a file or a folder's entries."""
@@ -24,6 +26,16 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that the user names, unless it is there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: this folder cannot be made ({error.strerror})") from error
+    if not os.access(path, os.W_OK):
+        raise UserError(f"{path}: no permission to write to this folder")
 
 
 def sha256(path: Path) -> str:

@@ -45,6 +45,12 @@ def requested() -> str | None:
     return _requested
 
 
+def stop_if_requested(state: str) -> None:
+    """Stop here if a signal asks for it; `state` says what is left and what to do."""
+    if _requested is not None:
+        raise Interrupted(f"{_requested}: {state}")
+
+
 @contextmanager
 def deferred() -> Iterator[None]:
     """In here a stop is a note for `requested`."""

@@ -15,7 +15,7 @@ LOCK_FILE = ".lock"
 _locks: dict[Path, IO] = {}
 
 
-def lock(path: Path) -> None:
+def lock(path: Path, flag: str = "--output_dir") -> None:
     """Hold the folder until this process ends, however it ends.
 
     A POSIX lock belongs to the process: data workers that outlive it for a moment do not hold it.
@@ -31,6 +31,6 @@ def lock(path: Path) -> None:
             logger.warning("%s cannot be locked (%s): make sure that no other run writes there", path, error.strerror)
             return
         raise UserError(
-            f"--output_dir {path}: another run is writing there at this moment; wait for it or choose another folder"
+            f"{flag} {path}: another run is writing there at this moment; wait for it or choose another folder"
         ) from error
     _locks[path.resolve()] = file

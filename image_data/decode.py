@@ -4,6 +4,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
@@ -12,6 +13,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_BIT_DEPTH = 24  # where the header keeps it
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 GREY_MODES = ("1", "L", "LA", "La", "I", "F")
+PLAIN_FORMATS = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp"}
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -64,6 +66,47 @@ def aspect_ratio(data: bytes) -> float:
     with _one_kind_of_error():
         size = Image.open(io.BytesIO(data)).size
         return max(size) / min(size)
+
+
+def shorter_side(data: bytes) -> int:
+    """In pixels, from the file's header."""
+    with _one_kind_of_error():
+        return min(Image.open(io.BytesIO(data)).size)
+
+
+def plain_suffix(data: bytes, channels: int) -> str | None:
+    """The suffix of a file from which every program reads the same upright 8-bit image of these channels, else None."""
+    with _one_kind_of_error():
+        image = Image.open(io.BytesIO(data))
+        deep = data.startswith(PNG_SIGNATURE) and data[PNG_BIT_DEPTH] == 16
+        odd = deep or image.has_transparency_data or _orientation(image) != 1 or getattr(image, "is_animated", False)
+        return PLAIN_FORMATS.get(image.format) if image.mode == MODES[channels] and not odd else None
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """What there is to say about an image."""
+
+    width: int  # upright, like the height
+    height: int
+    mode: str  # as it is stored
+    kind: str  # JPEG, PNG, ...
+    grey: np.ndarray  # uint8 [side, side]: all of it, in small
+
+
+def inspect_image(data: bytes, side: int) -> Inspected:
+    """Read all of an image, as `decode_image` does, but of a JPEG compute only as many pixels as are looked at."""
+    with _one_kind_of_error():
+        image = Image.open(io.BytesIO(data))
+        size, mode, kind = image.size, image.mode, image.format
+        image.draft("L", (2 * side, 2 * side))
+        image.load()
+        orientation = _orientation(image)
+        image = _in_mode(_in_eight_bits(image, data), "L")
+        if orientation in UPRIGHT:
+            image = image.transpose(UPRIGHT[orientation])
+        width, height = size if orientation < 5 else size[::-1]
+        return Inspected(width, height, mode, kind, np.asarray(image.resize((side, side), Image.Resampling.BICUBIC)))
 
 
 @contextmanager

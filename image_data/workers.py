@@ -1,14 +1,21 @@
 """Worker processes: torch's DataLoader, made fit for what happens to a training job."""
 
+import contextlib
 import logging
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from common import interruption
+from common.errors import RunFailed, UserError
+from common.progress import progress_bar
+
 logger = logging.getLogger(__name__)
+
+FILES_PER_ITEM = 16
 
 
 def load_in_workers(dataset: Dataset, items: Iterable, num_workers: int) -> Iterator[Any]:
@@ -24,6 +31,31 @@ def load_in_workers(dataset: Dataset, items: Iterable, num_workers: int) -> Iter
         logger.warning(f"{num_workers} data workers could not be started ({error}); decoding in the main process")
         results = iter(_loader(dataset, items, 0))
     yield from results
+
+
+def work_through(dataset: Dataset, files: Sequence, num_workers: int, doing: str, if_stopped: str) -> list:
+    """What `dataset[files]`, a list for a list, makes of all files; with a bar, and ready to be stopped at any time."""
+    items = [files[start : start + FILES_PER_ITEM] for start in range(0, len(files), FILES_PER_ITEM)]
+    done = []
+    with (
+        contextlib.closing(load_in_workers(dataset, items, num_workers)) as results,
+        progress_bar(total=len(files), desc=doing, unit="images") as bar,
+    ):
+        try:
+            for result in results:
+                if isinstance(result, UserError):
+                    raise result
+                done += result
+                bar.update(len(result))
+                interruption.stop_if_requested(f"stopped at {len(done)} of {len(files)} images; {if_stopped}")
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise RunFailed(
+                f"a worker process was ended from outside at about {len(done)} of {len(files)} images, probably for "
+                f"lack of memory; {if_stopped}, with --num_workers 1 if need be"
+            ) from error
+    return done
 
 
 def _loader(dataset: Dataset, items: Iterable, num_workers: int) -> DataLoader:
