@@ -67,8 +67,8 @@ class NoCondition:
         """What the denoising loop calls for a batch of seeds."""
         return network_predict(network)
 
-    def layout(self, seeds: Sequence[int], limit: int) -> Layout:
-        """A grid of at most about `limit` images."""
+    def layout(self, seeds: Sequence[int], limit: int | None) -> Layout:
+        """A grid of the images, or of at most so many of them."""
         shown = list(seeds[:limit])
         return Layout(shown, max(1, round(len(shown) ** 0.5)), [])
 
@@ -114,14 +114,14 @@ class Condition(NoCondition):
 
         return predict
 
-    def layout(self, seeds: Sequence[int], limit: int) -> Layout:
-        """With a row for each choice, of as many images; an empty place where there are too few."""
+    def layout(self, seeds: Sequence[int], limit: int | None) -> Layout:
+        """With a row for each choice, at most so many; a place is empty where a choice has no more images."""
         if len(self.choices) == 1:
             return super().layout(seeds, limit)
         of_choice = [[seed for seed in seeds if seed % len(self.choices) == n] for n in range(len(self.choices))]
         there = [number for number, some in enumerate(of_choice) if some]
-        shown = [there[position] for position in spread(len(there), limit)]
-        columns = min(max(1, limit // len(shown)), max(map(len, of_choice)))
+        shown = [there[position] for position in spread(len(there), limit or len(there))]
+        columns = min(max(map(len, of_choice)), max(1, limit // len(shown)) if limit else len(seeds))
         rows = [(of_choice[number] + [None] * columns)[:columns] for number in shown]
         return Layout([seed for row in rows for seed in row], columns, [self.choices[number] for number in shown])
 

@@ -282,8 +282,9 @@ def seeds_of(options: ImageOptions) -> list[int]:
     return sorted(seeds)
 
 
-def images_in_grid(options: OutputOptions, seeds: list[int]) -> int:
-    return len(seeds) if options.gather_grid else DEFAULT_IMAGES
+def images_in_grid(options: OutputOptions) -> int | None:
+    """How many images a grid has at most, if there is a limit."""
+    return None if options.gather_grid else DEFAULT_IMAGES
 
 
 def as_ranges(seeds: list[int]) -> str:

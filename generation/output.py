@@ -239,6 +239,6 @@ def open_collections(
         jobs[number].batches = [batch for batch in divide(seeds, batch_size) if missing.intersection(batch)]
         writer = open_writer(folders[number], options.format, in_subfolders)
         record = records[number] if processes.is_main else None
-        layout = jobs[number].condition.layout(seeds, images_in_grid(options, seeds))
+        layout = jobs[number].condition.layout(seeds, images_in_grid(options))
         collections.append(Collection(jobs[number], folders[number], writer, missing, layout, record))
     return collections, batch_size

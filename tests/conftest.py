@@ -142,6 +142,28 @@ def run_training(output_dir: Path, flags: list[str], script: str = "train_uncond
     return output_dir
 
 
+@pytest.fixture(scope="session")
+def text_flags(tiny_flags, text_network, text_encoder) -> list[str]:
+    """The tiny flags of a run by text, with two captions of each class."""
+    captions = ["--caption_template", "a handwritten {class}", "the digit {class}"]
+    network = f"--model_config_name_or_path={text_network}"
+    return [*tiny_flags, "--condition=text", f"--text_encoder={text_encoder}", *captions, network]
+
+
+@pytest.fixture(scope="session")
+def class_run(tiny_flags, tmp_path_factory) -> Path:
+    """Six steps by class, balanced."""
+    flags = [*tiny_flags, "--max_train_steps=6", "--checkpointing_steps=3", "--save_images_steps=3", "--balance"]
+    return run_training(tmp_path_factory.mktemp("runs") / "by class", flags, script="train_conditional")
+
+
+@pytest.fixture(scope="session")
+def text_run(text_flags, tmp_path_factory) -> Path:
+    """Six steps by text."""
+    flags = [*text_flags, "--max_train_steps=6", "--checkpointing_steps=3", "--save_images_steps=3"]
+    return run_training(tmp_path_factory.mktemp("runs") / "by text", flags, script="train_conditional")
+
+
 @pytest.fixture
 def train(tiny_flags) -> Callable[..., Path]:
     """Run the training script with these flags over the tiny ones, or over others."""

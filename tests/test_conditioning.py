@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import losses_of, metrics_of, run_training
+from conftest import losses_of, metrics_of
 from datasets import ClassLabel
 from safetensors.torch import load_file
 from test_processes import launch, torchrun
@@ -30,29 +30,10 @@ from training.milestones import Milestones, digest_of
 from training.model import build_unet, zero_initialized
 
 CPU = torch.device("cpu")
-TEMPLATES = ["--caption_template", "a handwritten {class}", "the digit {class}"]
 
 
 def config_of(*flags: str):
     return parse_conditional_config(["--dataset_name=digits", *flags])
-
-
-@pytest.fixture(scope="module")
-def text_flags(tiny_flags, text_network, text_encoder) -> list[str]:
-    flags = ["--condition=text", f"--text_encoder={text_encoder}", *TEMPLATES]
-    return [*tiny_flags, *flags, f"--model_config_name_or_path={text_network}"]
-
-
-@pytest.fixture(scope="module")
-def class_run(tiny_flags, tmp_path_factory) -> Path:
-    flags = [*tiny_flags, "--max_train_steps=6", "--checkpointing_steps=3", "--save_images_steps=3", "--balance"]
-    return run_training(tmp_path_factory.mktemp("runs") / "by class", flags, script="train_conditional")
-
-
-@pytest.fixture(scope="module")
-def text_run(text_flags, tmp_path_factory) -> Path:
-    flags = [*text_flags, "--max_train_steps=6", "--checkpointing_steps=3", "--save_images_steps=3"]
-    return run_training(tmp_path_factory.mktemp("runs") / "by text", flags, script="train_conditional")
 
 
 # Which condition an image gets
