@@ -6,24 +6,12 @@ from pathlib import Path
 import torch
 
 from common.errors import UserError
+from image_data.layouts import ANIMALS10
 from image_data.sources import ImageSource
 
 LABEL_COLUMNS = ("label", "labels", "class")
 CAPTION_COLUMNS = ("caption", "captions", "text", "prompt")
 
-# Animals-10 has Italian folder names; nobody types those to see an animal.
-ANIMALS10 = {
-    "cane": "dog",
-    "cavallo": "horse",
-    "elefante": "elephant",
-    "farfalla": "butterfly",
-    "gallina": "chicken",
-    "gatto": "cat",
-    "mucca": "cow",
-    "pecora": "sheep",
-    "ragno": "spider",
-    "scoiattolo": "squirrel",
-}
 DEFAULT_TEMPLATES = ["a photo of a {class}"]
 NUMERALS = "zero one two three four five six seven eight nine".split()
 
@@ -54,7 +42,7 @@ def find_labels(source: ImageSource, label_column: str | None = None) -> Labels:
     labels = _labels_of_folders(source) if column is None else _labels_of_column(source, column)
     if len(labels.names) < 2:
         raise UserError(f"{_where(source)}: all images are of one class ({labels.names[0]}); a condition needs several")
-    if set(labels.names) <= ANIMALS10.keys():
+    if set(labels.names) <= ANIMALS10.keys():  # nobody types the Italian names of its folders to see an animal
         return Labels([ANIMALS10[name] for name in labels.names], labels.of_row)
     return labels
 
