@@ -71,8 +71,8 @@ class AdaptiveTimestepSampling(TimestepSampler):
       objective.
 
     Where the published code departs from the paper, this follows the paper: before and after are compared under the
-    same noise and without dropout, and one process or several share one policy. The grid is every T-th of T in the
-    paper; a coarser one ranks the timesteps nearly as well at a fraction of its cost.
+    same noise and without dropout, and one process or several share one policy. In the paper the grid is all T
+    timesteps, two passes over T images for each look; here it is coarser by default.
 
     Nothing keeps a probability from falling towards 0, and no weight corrects for it: another objective.
     """

@@ -53,10 +53,14 @@ def test_metrics(finished_run):
 def test_tensorboard(finished_run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(finished_run / "logs")).Reload()
+    events = EventAccumulator(str(finished_run / "logs"), size_guidance={"histograms": 0}).Reload()
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 13))
     assert [event.step for event in events.Images("test_samples")] == [4, 8, 12]
-    assert {"loss_q0", "lr", "grad_norm", "images_per_second"} <= set(events.Tags()["scalars"])
+    assert {"loss_q0", "lr", "grad_norm", "weight_ess", "images_per_second"} <= set(events.Tags()["scalars"])
+    densities = events.Histograms("timestep_density")
+    assert [event.step for event in densities] == [0, 4, 8, 12]
+    assert densities[-1].histogram_value.bucket_limit == [10 * edge for edge in range(1, 101)]
+    assert densities[-1].histogram_value.bucket == pytest.approx([0.01] * 100)
 
 
 def test_the_average_in_the_pipeline_is_that_of_the_checkpoint(finished_run):

@@ -73,8 +73,9 @@ class Window:
 
     def load_numbers(self, numbers: dict) -> None:
         *losses, objective, gradient_norm = numbers["sums"]
-        weights = numbers.get("weights", [0.0, 0.0])  # the first checkpoints were made without
-        sums = [*losses, *numbers["counts"], *weights, objective, gradient_norm]
+        counts = numbers["counts"]
+        weights = numbers.get("weights", [sum(counts)] * 2)  # version 1 was written without them at first: all were 1
+        sums = [*losses, *counts, *weights, objective, gradient_norm]
         self.sums.copy_(torch.tensor(sums, dtype=torch.float64))
         self.steps = numbers["steps"]
 

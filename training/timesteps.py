@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -75,8 +76,9 @@ def told_as(flag: str) -> Iterator[None]:
 def load_class(name: str) -> type[TimestepSampler]:
     """The class in a file of the user's: my_file.py:MySampler."""
     path, _, wanted = name.rpartition(":")
-    specification = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(specification)
+    # Under a name that is no other module's, and where its own classes can find it.
+    specification = importlib.util.spec_from_file_location(f"timestep_sampler_of_{Path(path).stem}", path)
+    module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
     try:
         specification.loader.exec_module(module)
     except Exception as error:  # whatever the file does
@@ -119,7 +121,8 @@ class TimestepSampling:
         self.weight_of = weight_of  # of the loss, at every t
         self.seconds = 0.0  # that this process has spent on the sampler
         self._weight_here = weight_of.to(processes.device)
-        self._divergence = scheduler.divergence_weights().float().to(processes.device)
+        if sampler.measures_updates:
+            self._divergence = scheduler.divergence_weights().float().to(processes.device)
         self._seed, self._noise_key = batches.seed, derive_seed(batches.seed, "timestep sampler")
         self._batch_size, self._positions = batches.total_batch_size, batches.positions
         self._positions_here = to_device(batches.positions.flatten(), processes.device)

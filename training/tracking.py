@@ -154,6 +154,8 @@ class Tracking:
         shown = {"loss": f"{metrics['loss']:.4f}", "lr": f"{metrics['lr']:.2e}", "step": state.step}
         if "ema_decay" in metrics:
             shown["ema_decay"] = f"{metrics['ema_decay']:.4f}"
+        if "timestep_sampler_share" in metrics:
+            shown["timestep_sampler"] = f"{metrics['timestep_sampler_share']:.1%}"
         self.bar.set_postfix(shown, refresh=False)
 
     def _sampler_share(self, timesteps: TimestepSampling, seconds: float) -> dict[str, float]:
