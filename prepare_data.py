@@ -82,7 +82,7 @@ def prepare(options: PrepareOptions, source: Path, output: Path) -> None:
         logger.warning("left out: %s (%s)", printable(name), reason)
     made = sum(outcome.made for outcome in outcomes)
     there = sum(outcome.suffix is not None for outcome in outcomes) - made
-    print(f"{output}: {made:,} images written, {there:,} already there, {len(left_out):,} files left out")
+    print(f"{output}: {made:,} images written, {there:,} already there; files left out: {len(left_out):,}")
     folder = output / SYSU_FOLDERS["train"] if options.sysu_folders else output
     size = f" --resolution {options.resolution}" if options.resolution else ""
     print(f"next: python train_unconditional.py --train_data_dir {shlex.quote(str(folder))}{size}")
@@ -121,8 +121,8 @@ def one_line_for_disk_errors(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        name = f" ({error.filename})" if error.filename else ""
-        raise UserError(f"--output {output}: {error.strerror or error}{name}; the same command goes on") from error
+        where = f" ({error.filename})" if error.filename else ""
+        raise UserError(f"--output {output}: {error.strerror or error}{where}; the same command continues") from error
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib import get_data_path
 from PIL import Image, ImageDraw, ImageFont
 from torch.utils.data import Dataset
 
@@ -297,7 +298,8 @@ def draw_contact_sheet(collection: Collection, found: Findings, path: Path) -> N
         rows += [(title, [by_name[name] for name in group]) for group in new]
         shown += new
 
-    step, font = SHEET_THUMBNAIL + 2, ImageFont.load_default(14)
+    # matplotlib's font has the letters of most languages, Pillow's those of English.
+    step, font = SHEET_THUMBNAIL + 2, ImageFont.truetype(get_data_path() + "/fonts/ttf/DejaVuSans.ttf", 13)
     sheet = Image.new("RGB", (SHEET_MARGIN + SHEET_COLUMNS * step, max(1, len(rows)) * step), "white")
     draw = ImageDraw.Draw(sheet)
     for row, (title, members) in enumerate(rows):
