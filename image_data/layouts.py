@@ -11,20 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import UserError
+from image_data.annotations import ANIMALS10
 from image_data.files import find_files, portable, printable
 
-ANIMALS10 = {
-    "cane": "dog",
-    "cavallo": "horse",
-    "elefante": "elephant",
-    "farfalla": "butterfly",
-    "gallina": "chicken",
-    "gatto": "cat",
-    "mucca": "cow",
-    "pecora": "sheep",
-    "ragno": "spider",
-    "scoiattolo": "squirrel",
-}
 SPLITS = {
     **dict.fromkeys(("train", "training", "train_data"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),

@@ -25,9 +25,10 @@ import prepare_data
 from common.errors import UserError
 from common.interruption import EXIT_INTERRUPTED, Interrupted
 from image_data import archives, files, prepare
+from image_data.annotations import ANIMALS10
 from image_data.config import parse_prepare_options
 from image_data.decode import decode_image
-from image_data.layouts import ANIMALS10, Photo, recognise
+from image_data.layouts import Photo, recognise
 from image_data.prepare import split_photos
 from image_data.sources import load_images
 
@@ -539,6 +540,8 @@ def test_the_output_may_lie_in_the_source_but_not_around_it(pets, run, tmp_path)
     run(pets, pets / "prepared", "--resolution=8", "--eval_fraction=0")
     run(pets, pets / "prepared", "--resolution=8", "--eval_fraction=0")
     assert len(table(pets / "prepared/train")) == 24
+    run(pets, pets / "smaller", "--resolution=4", "--eval_fraction=0")  # nor are the results of other calls photos
+    assert len(table(pets / "smaller/train")) == 24
     for output in (pets, pets.parent):
         with pytest.raises(UserError, match="must not be the folder of the photos itself, or one around it"):
             run(pets, output)
