@@ -202,6 +202,6 @@ class _Pass:
 
 
 def _padded(images: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """The last, smaller batch filled up: for another size the network would be compiled again."""
+    """A smaller batch filled up: for another size the network would be compiled again."""
     missing = batch_size - len(images)
     return images if missing <= 0 else torch.cat([images, images[:1].expand(missing, *images.shape[1:])])

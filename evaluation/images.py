@@ -8,7 +8,7 @@ import logging
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from common.files import sha256
 from image_data.decode import UndecodableImage, decode_image, is_grey
 from image_data.sources import load_images, spread
 from image_data.workers import load_in_workers
+
+if TYPE_CHECKING:
+    from common.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -183,8 +186,6 @@ def open_images(path: str, flag: str, resolution: int | None = None) -> ImageSet
     `resolution` is the size that a reference is brought to; generated images are measured as they are.
     """
     found = Path(path).expanduser()
-    if not found.exists():
-        raise UserError(f"{flag} {path}: there is no such folder or file ({found.resolve()})")
     if found.is_file():
         if found.suffix != ".npz":
             raise UserError(f"{flag} {path}: a file must be an .npz with the images; otherwise name a folder")
@@ -219,9 +220,17 @@ def as_rgb(images: torch.Tensor) -> torch.Tensor:
     return images
 
 
-def batches_of(images: ImageSet, indices: torch.Tensor, batch_size: int, num_workers: int) -> Iterator[Batch]:
-    """These images of a set, decoded ahead by workers where there is something to decode."""
-    parts = list(indices.split(batch_size))
+def batches_of(
+    images: ImageSet, indices: torch.Tensor, batch_size: int, num_workers: int, processes: Processes | None = None
+) -> Iterator[Batch]:
+    """These images of a set, decoded ahead by workers where there is something to decode; or a process's share.
+
+    Whole batches are dealt to the processes: what a network makes of an image can depend in its last bits on the
+    others beside it, and so the number of processes changes nothing.
+    """
+    parts = indices.split(batch_size)
+    if processes is not None:
+        parts = parts[processes.index :: processes.count]
     num_workers = num_workers if isinstance(images, EncodedImages) else 0
     for part, pixels in zip(parts, load_in_workers(_Decoded(images), parts, num_workers), strict=True):
         if isinstance(pixels, UserError):

@@ -56,12 +56,14 @@ class FeatureNetwork:
         return {name: output.float() for name, output in outputs.items()}
 
     def column(self, metric: str, count: int) -> str:
-        """The name of a metric, which says all that makes numbers comparable: `fid@10000`, `fid_clean@10000`."""
+        """The name of a metric, which says all that makes numbers comparable: `fid@10000`, `kid_clean_std@10000`."""
+        metric, spread, _ = metric.partition("_std")
         if self.name != "inception":
-            # What their names say of Inception is not so.
-            return f"{ {'fid': 'fd', 'kid': 'kd', 'kid_std': 'kd_std'}.get(metric, metric) }_{self.name}@{count}"
+            # Without the I of FID and KID, which is Inception's.
+            return f"{metric.replace('id', 'd')}_{self.name}{spread}@{count}"
         named = f"{metric}_inception" if metric in NEIGHBOUR_METRICS else metric
-        return f"{named}@{count}" if self.mode == HEADLINE else f"{named}_{self.mode}@{count}"
+        mode = "" if self.mode == HEADLINE else f"_{self.mode}"
+        return f"{named}{mode}{spread}@{count}"
 
 
 def load_networks(options: EvaluationOptions, cache_dir: Path, device: torch.device) -> list[FeatureNetwork]:
@@ -171,13 +173,13 @@ def transformers_network(features: str, device: torch.device) -> FeatureNetwork:
             f"--features {features}: {source} could not be loaded ({reason}); without a connection to the Hub name a "
             f"folder that holds config.json, model.safetensors and preprocessor_config.json"
         ) from error
-    sizes = [*(getattr(processor, "crop_size", None) or processor.size).values()]
+    size = next(iter(dict(getattr(processor, "crop_size", None) or processor.size).values()))
     return FeatureNetwork(
-        name=features if features in PUBLISHED else re.sub(r"\W+", "-", Path(features).resolve().name),
-        mode=f"clean-{sizes[0]}",
+        name=features if features in PUBLISHED else re.sub(r"\W+", "_", Path(features).resolve().name),
+        mode=f"clean-{size}",
         digest=digest_of(model.state_dict()),
         network=VisionModel(model).to(device),
-        resize=bicubic_resizer(sizes[0]),
+        resize=bicubic_resizer(size),
         scale=Normalise(processor.image_mean, processor.image_std).to(device),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from common.errors import UserError
@@ -10,6 +11,7 @@ from common.options import check_not_negative, check_positive, option, parse_opt
 from generation.options import SamplerOptions, check_sampler
 
 FEWEST_IMAGES = 10  # the Inception Score takes ten splits, and an image needs five neighbours
+RUN_CONFIG = "config.yaml"
 MODES = ("legacy_tensorflow", "clean", "legacy_pytorch")
 
 
@@ -173,3 +175,12 @@ def validate(options: EvaluationOptions) -> None:
             raise UserError(f"--{name} goes with --run_dir")
     if options.guidance_scales != [1.0] and not options.run_dir:
         raise UserError("--guidance_scales goes with --run_dir")
+    # Before networks are loaded, which can take a minute.
+    for name in ("generated", "run_dir", "real", "train_data_dir", "statistics", "inception_weights"):
+        value = getattr(options, name)
+        if value and not Path(value).expanduser().exists():
+            raise UserError(f"--{name} {value}: there is no such file or folder ({Path(value).resolve()})")
+    if options.run_dir and not (Path(options.run_dir).expanduser() / RUN_CONFIG).is_file():
+        raise UserError(
+            f"--run_dir {options.run_dir}: no run is there (no {RUN_CONFIG}); images are measured with --generated"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,6 @@ import yaml
 
 from common import interruption
 from common.checkpoints import WEIGHTS, checkpoints
-from common.errors import UserError
 from common.files import sha256
 from evaluation.images import EncodedImages, as_rgb
 from evaluation.results import Measured
@@ -38,8 +37,6 @@ METHOD_SETTINGS = ("sampler", "num_inference_steps", "skip_schedule", "eta", "va
 def models_of(run_dir: str, steps: list[str], weights: str | None) -> list[SavedModel]:
     """The checkpoints of a run, oldest first, and its pipeline where that holds other weights than all of them."""
     run = Path(run_dir).expanduser()
-    if not (run / CONFIG).is_file():
-        raise UserError(f"--run_dir {run_dir}: no run is there (no {CONFIG}); images are measured with --generated")
     if not checkpoints(run):
         models = find_models(run_dir, steps, weights)
         return [_at_last_step(model) for model in models]
@@ -180,23 +177,12 @@ def generated_batches(
     if batch_size is None:
         batch_size = choose_batch_size(job, processes, num_images)
     pace = Pace(batch_size, _channels_last(precision, processes))
-    images = generate_images(job, range(num_images), processes, pace)
-    return _in_batches(((torch.tensor(batch), as_rgb(pixels)) for batch, pixels in images), feature_batch_size)
+    for seeds, images in generate_images(job, range(num_images), processes, pace):
+        # Not joined with those of the next batch, which depends on what the other processes do.
+        parts = torch.tensor(seeds).split(feature_batch_size), as_rgb(images).split(feature_batch_size)
+        yield from zip(*parts, strict=True)
 
 
 def _channels_last(precision: str, processes: Processes) -> bool:
     """As generate.py decides it, so that the images are the same."""
     return processes.device.type == "cuda" and precision != "no"
-
-
-def _in_batches(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
-    """The same images in batches of another size."""
-    indices, images = torch.zeros(0, dtype=torch.int64), None
-    for more_indices, more_images in batches:
-        indices = torch.cat([indices, more_indices])
-        images = more_images if images is None else torch.cat([images, more_images])
-        while len(indices) >= size:
-            yield indices[:size], images[:size]
-            indices, images = indices[size:], images[size:]
-    if len(indices):
-        yield indices, images

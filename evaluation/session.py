@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import yaml
 
 from common import interruption
@@ -241,13 +240,12 @@ class Session:
         if kept is not None:
             logger.info("Its images are in %s", kept)
             return self._batches_of(open_images(str(kept), "--run_dir"), count), job.model.name
-        batches = generated_batches(job, count, options.batch_size, options.feature_batch_size, precision, processes)
-        return batches, None
+        largest = options.feature_batch_size
+        return generated_batches(job, count, options.batch_size, largest, precision, processes), None
 
     def _batches_of(self, images: ImageSet, count: int) -> Iterable[Batch]:
-        """This process's share of the first images of a set."""
-        share = torch.arange(self.processes.index, count, self.processes.count)
-        return batches_of(images, share, self.options.feature_batch_size, self.num_workers)
+        batch_size = self.options.feature_batch_size
+        return batches_of(images, torch.arange(count), batch_size, self.num_workers, self.processes)
 
     def _measure(
         self,

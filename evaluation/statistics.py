@@ -98,8 +98,7 @@ def reference_statistics(
     todo = [network for network, absent in zip(networks, missing, strict=True) if absent]
     if todo:
         before()
-        share = torch.arange(processes.index, len(images), processes.count)
-        batches = batches_of(images, share, batch_size, num_workers)
+        batches = batches_of(images, torch.arange(len(images)), batch_size, num_workers, processes)
         made = iter(extract(todo, batches, len(images), batch_size, processes, f"Reference {images.name}"))
         if processes.is_main:
             for position, absent in enumerate(missing):
@@ -160,8 +159,6 @@ def load_statistics(path: Path, device: str = "cpu") -> Statistics:
 def named_statistics(name: str, mode: str | None, network: FeatureNetwork, size: tuple[int, int]) -> Statistics:
     """The file that `--statistics` names, refused unless it is of this network, this mode and this size."""
     path = Path(name).expanduser()
-    if not path.is_file():
-        raise UserError(f"--statistics {name}: there is no such file")
     if path.suffix == ".npz":
         return _of_npz(path, mode, network, size)
     try:

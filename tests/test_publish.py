@@ -87,6 +87,9 @@ def run(tmp_path: Path) -> Path:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(random.Random(number).randbytes(200_000 if name.endswith(".safetensors") else 100))
+    (folder / "best_scores.csv").write_text(
+        "metric,best,step,weights,sampler,steps\nfid@10000,3.17251,5,ema,ddpm,1000\n"
+    )
     write_card(folder)
     return folder
 
