@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.lock import LOCK_FILE
 from image_data.decode import UndecodableImage
 
 # What is meant to be an image by its name. Some of these Pillow cannot read; they are then named, not passed over.
@@ -45,6 +46,8 @@ def find_files(folder: Path, leave_out: Path | None = None) -> Files:
         except OSError as error:
             files.problems[name or "."] = error.strerror or str(error)
             continue
+        if name and any(entry.name == LOCK_FILE for entry in entries):
+            continue  # a run, a prepared folder or a report of ours, made among the photos
         for entry in entries:
             below = f"{name}/{entry.name}" if name else entry.name
             if entry.name.startswith(HIDDEN):

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 from common import faults
 from common.errors import UserError
 from common.files import write_atomically
+from image_data.annotations import spoken
 from image_data.decode import UndecodableImage, decode_image, is_grey, plain_suffix, shorter_side
 from image_data.files import modified_at, printable, read_file
 from image_data.layouts import Collection, Photo
@@ -101,8 +102,8 @@ def with_captions(photos: Iterable[Photo], template: str | None) -> list[Photo]:
         return list(photos)
     captioned = []
     for photo in photos:
-        words = (photo.label or "").replace("_", " ")
-        caption = photo.caption or (template.replace("{class}", words) if words else None)
+        described = template.replace("{class}", spoken(photo.label)) if photo.label else None
+        caption = photo.caption or described
         captioned.append(Photo(photo.path, photo.name, photo.label, caption, photo.split))
     return captioned
 

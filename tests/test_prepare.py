@@ -539,6 +539,8 @@ def test_the_output_may_lie_in_the_source_but_not_around_it(pets, run, tmp_path)
     run(pets, pets / "prepared", "--resolution=8", "--eval_fraction=0")
     run(pets, pets / "prepared", "--resolution=8", "--eval_fraction=0")
     assert len(table(pets / "prepared/train")) == 24
+    run(pets, pets / "smaller", "--resolution=4", "--eval_fraction=0")  # nor are the results of other calls photos
+    assert len(table(pets / "smaller/train")) == 24
     for output in (pets, pets.parent):
         with pytest.raises(UserError, match="must not be the folder of the photos itself, or one around it"):
             run(pets, output)
