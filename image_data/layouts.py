@@ -23,8 +23,8 @@ NORMALISED_COPY = "normalized_eval_data"  # of eval_data: the same photos again
 DTD_SPLITS = {"train1.txt": "train", "val1.txt": "validation", "test1.txt": "test"}
 METADATA_FILES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMNS = ("file_name", "filename", "file", "image", "path")
-LABEL_COLUMNS = ("label", "class", "class_name")
-CAPTION_COLUMNS = ("caption", "text", "prompt", "description")
+LABEL_COLUMNS = ("label", "labels", "class", "class_name")
+CAPTION_COLUMNS = ("caption", "captions", "text", "prompt", "description")
 
 
 @dataclass(frozen=True)
