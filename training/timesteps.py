@@ -43,9 +43,7 @@ def build_sampler(config: TrainingConfig, alphas_cumprod: torch.Tensor) -> Times
         sampler = kind(alphas_cumprod, **own_options(config, name, kind))
     if config.stratified:
         if not sampler.can_be_stratified:
-            raise UserError(
-                f"--stratified: {name} does not draw from one density for all images, or not by `inverse_cumulative`"
-            )
+            raise UserError(f"--stratified: {name} does not draw from one density for all images through `quantiles`")
         sampler.stratified = True
     return sampler
 
