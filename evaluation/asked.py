@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from common.processes import Processes
     from evaluation.features import Features
     from evaluation.images import Batch, EncodedImages
+    from evaluation.networks import FeatureNetwork
     from evaluation.results import Measured
     from evaluation.statistics import Statistics
     from generation.conditions import NoCondition
@@ -104,8 +105,10 @@ class Asked:
         values = self._right.double().mean().item(), self.classifier.accuracy
         return dict(zip(self.columns(count), values, strict=True))
 
-    def measure_classes(self, generated: Features, reference: Statistics) -> list[dict[str, object]]:
-        """A row for every class: FID of its samples against its real images, with the number of both."""
+    def measure_classes(
+        self, network: FeatureNetwork, generated: Features, reference: Statistics
+    ) -> list[dict[str, object]]:
+        """A row for every class: the distance of its samples from its real images, with the number of both."""
         if self.classifier is None or reference.features is None:
             return []
         labels = self.labels[torch.as_tensor(spread(len(self.labels), MOST_FEATURES_KEPT))]
@@ -114,12 +117,17 @@ class Asked:
         for label, name in enumerate(self.names):
             samples, real = generated.features[asked == label], reference.features[labels == label]
             if min(len(samples), len(real)) < FEWEST_OF_A_CLASS:
-                logger.warning("No FID of class %s: %d samples, %d real images", name, len(samples), len(real))
+                logger.warning("Class %s: %d samples, %d real images are too few", name, len(samples), len(real))
                 continue
-            fid = frechet_distance(moments_of(samples), moments_of(real))
-            right = self._right[asked == label].double().mean().item()
-            row = {"class": name, "samples": len(samples), "real_images": len(real), "fid": fid, "as_asked": right}
-            rows.append(row)
+            rows.append(
+                {
+                    "class": name,
+                    "metric": network.column("fid", len(samples)),
+                    "value": frechet_distance(moments_of(samples), moments_of(real)),
+                    "real_images": len(real),
+                    "as_asked": self._right[asked == label].double().mean().item(),
+                }
+            )
         return rows
 
 
@@ -146,7 +154,7 @@ def add_classes(output_dir: Path, measured: Measured, classes: list[dict[str, ob
     rows = [row for row in rows if any(row[name] != what[name] for name in KEYS)]
     rows += [{**what, **row} for row in classes]
     file = io.StringIO()
-    columns = [*KEYS, "class", "samples", "real_images", "fid", "as_asked"]
+    columns = [*KEYS, "class", "metric", "value", "real_images", "as_asked"]
     writer = csv.DictWriter(file, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
@@ -155,11 +163,9 @@ def add_classes(output_dir: Path, measured: Measured, classes: list[dict[str, ob
 
 def describe_classes(classes: list[dict[str, object]]) -> str:
     """The rows for a person."""
-    width = max(len(str(row["class"])) for row in classes)
-    lines = [f"  {'class'.ljust(width)}     fid  samples  real  as asked"]
-    lines += [
-        f"  {str(row['class']).ljust(width)}  {row['fid']:6.4g}  {row['samples']:7d}  {row['real_images']:4d}  "
-        f"{row['as_asked']:8.1%}"
+    width, named = (max(len(str(row[name])) for row in classes) for name in ("class", "metric"))
+    return "\n".join(
+        f"  {row['class']:{width}}  {row['metric']:{named}}  {row['value']:6.4g}  against {row['real_images']} real "
+        f"images, {row['as_asked']:.1%} as asked"
         for row in classes
-    ]
-    return "\n".join(lines)
+    )

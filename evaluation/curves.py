@@ -11,6 +11,8 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib.figure import Figure  # noqa: E402
 
+from evaluation.results import scale_of
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -69,7 +71,9 @@ def draw_guidance(output_dir: Path, rows: list[Row]) -> list[Path]:
     """FID, and the share of samples that show what was asked for, against the guidance scale; of the last step."""
     scales = [(scale_of(row), row) for row in rows if scale_of(row) is not None and row["step"] is not None]
     last = max((row["step"] for _, row in scales), default=None)
-    points = [{**row, "settings": None, "guidance_scale": scale} for scale, row in scales if row["step"] == last]
+    points = [
+        {**row, "settings": without_scale(row), "guidance_scale": scale} for scale, row in scales if row["step"] == last
+    ]
     if len({point["guidance_scale"] for point in points}) < 2:
         return []
     figure = Figure(figsize=(7, 6), dpi=150, layout="constrained")
@@ -85,10 +89,9 @@ def draw_guidance(output_dir: Path, rows: list[Row]) -> list[Path]:
     return [save(figure, output_dir / "FID_vs_Guidance.png")]
 
 
-def scale_of(row: Row) -> float | None:
-    """The guidance scale of a row, among the settings of its sampler."""
-    settings = dict(part.split("=", 1) for part in (row["settings"] or "").split() if "=" in part)
-    return float(settings["guidance_scale"]) if "guidance_scale" in settings else None
+def without_scale(row: Row) -> str:
+    """The settings of a row's sampler, apart from guidance."""
+    return " ".join(part for part in row["settings"].split() if not part.startswith("guidance_scale="))
 
 
 def lines_of(rows: list[Row], metric: str, against: str) -> dict[str, Line]:

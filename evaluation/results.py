@@ -132,10 +132,18 @@ def describe_rows(rows: list[Row], count: int) -> str:
     """The headline numbers of every row with this many images, as a table."""
     names = [name for name in metric_columns(rows) if name.endswith(f"@{count}") and "_std@" not in name]
     shown = [row for row in rows if row["num_images"] == count]
-    header = ["step", "train_seconds", "weights", "sampler", "steps", *names]
-    lines = [header, *([_cell(row.get(name)) for name in header] for row in shown)]
+    scales = {id(row): scale_of(row) for row in shown}
+    guided = ["guidance"] if any(scale is not None for scale in scales.values()) else []
+    header = ["step", "train_seconds", "weights", "sampler", "steps", *guided, *names]
+    lines = [header, *([_cell({**row, "guidance": scales[id(row)]}.get(name)) for name in header] for row in shown)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def scale_of(row: Row) -> float | None:
+    """The guidance scale of a row of a conditional run, which is among the settings of its sampler."""
+    settings = dict(part.partition("=")[::2] for part in (row["settings"] or "").split())
+    return float(settings["guidance_scale"]) if "guidance_scale" in settings else None
 
 
 def _cell(value: object) -> str:

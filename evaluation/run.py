@@ -174,9 +174,10 @@ def generated_batches(
     processes: Processes,
 ) -> Iterator[Batch]:
     """Images of the seeds 0 .. num_images - 1, straight from the network; this process's share of them."""
+    channels_last = _channels_last(precision, processes)
     if batch_size is None:
-        batch_size = choose_batch_size(job, processes, num_images)
-    pace = Pace(batch_size, _channels_last(precision, processes))
+        batch_size = choose_batch_size(job, processes, num_images, channels_last)
+    pace = Pace(batch_size, channels_last)
     for seeds, images in generate_images(job, range(num_images), processes, pace):
         # Not joined with those of the next batch, which depends on what the other processes do.
         parts = torch.tensor(seeds).split(feature_batch_size), as_rgb(images).split(feature_batch_size)

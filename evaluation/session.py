@@ -266,7 +266,9 @@ class Session:
         if processes.is_main:
             for network, features, statistics in zip(self.networks, extracted, reference, strict=True):
                 metrics |= measure(network, features, statistics, processes.device)
-            classes = asked.measure_classes(extracted[0], reference[0]) if asked and self._is_own_reference else []
+            classes = []
+            if asked and self._is_own_reference:
+                classes = asked.measure_classes(self.networks[0], extracted[0], reference[0])
             print(f"\n{describe_result(measured, metrics)}\n", flush=True)
             if classes:
                 print(f"{describe_classes(classes)}\n", flush=True)

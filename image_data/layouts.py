@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import UserError
-from image_data.annotations import ANIMALS10
 from image_data.files import find_files, portable, printable
 
 SPLITS = {
@@ -25,6 +24,20 @@ METADATA_FILES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMNS = ("file_name", "filename", "file", "image", "path")
 LABEL_COLUMNS = ("label", "labels", "class", "class_name")
 CAPTION_COLUMNS = ("caption", "captions", "text", "prompt", "description")
+
+# Animals-10 has Italian folder names.
+ANIMALS10 = {
+    "cane": "dog",
+    "cavallo": "horse",
+    "elefante": "elephant",
+    "farfalla": "butterfly",
+    "gallina": "chicken",
+    "gatto": "cat",
+    "mucca": "cow",
+    "pecora": "sheep",
+    "ragno": "spider",
+    "scoiattolo": "squirrel",
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,146 @@
+"""evaluate.py on conditional runs: who reads the samples, how well, and what comes of it."""
+
+import csv
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_evaluation import network, read_csv  # noqa: F401 (a fixture)
+
+from common.errors import UserError
+from evaluation import classifier
+from evaluation.classifier import Classifier, hold_out, load_classifier
+from evaluation.images import EncodedImages, batches_of, open_images
+from image_data.annotations import find_labels
+from image_data.sources import load_images
+
+CPU = torch.device("cpu")
+
+
+def pixels_of(images) -> torch.Tensor:
+    return torch.cat([pixels for _, pixels in batches_of(images, torch.arange(len(images)), 256, 0)])
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    source = load_images("digits")
+    return pixels_of(EncodedImages(source, 8, 1)), find_labels(source).of_row
+
+
+@pytest.fixture(scope="module")
+def reader(digits, cache_dir) -> Classifier:
+    return load_classifier(*digits, cache_dir, CPU)
+
+
+@pytest.fixture(scope="module")
+def evaluate(network, cache_dir, reader):  # noqa: F811
+    """evaluate.py in this process, with a classifier that is there already."""
+
+    def run(*flags: str) -> None:
+        from accelerate.state import AcceleratorState
+
+        import evaluate
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        common = [f"--features={network}", f"--cache_dir={cache_dir}", "--dataloader_num_workers=0", "--batch_size=50"]
+        sampled = ["--checkpoints", "6", "--num_images=100", "--ddim", "--num_inference_steps=2"]
+        before, sys.argv = sys.argv, ["evaluate.py", *common, *sampled, *flags]
+        try:
+            evaluate.main()
+        finally:
+            sys.argv = before
+            logging.getLogger().handlers.clear()
+
+    return run
+
+
+def test_digits_are_read(reader, digits):
+    images, labels = digits
+    held_out = hold_out(labels)
+    assert reader.num_held_out == int(held_out.sum()) == 355
+    right = reader.classes_of(images[held_out]) == labels[held_out]
+    assert reader.accuracy == right.double().mean().item() >= 0.97
+    assert torch.bincount(labels[held_out]).tolist() == (torch.bincount(labels) // 5).tolist()
+
+
+def test_a_classifier_is_trained_once(reader, digits, cache_dir, monkeypatch):
+    monkeypatch.setattr(classifier, "train", lambda *_: pytest.fail("trained again"))
+    assert load_classifier(*digits, cache_dir, CPU).accuracy == reader.accuracy
+    images, labels = digits
+    with pytest.raises(pytest.fail.Exception):
+        load_classifier(images, labels.flip(0), cache_dir, CPU)
+
+
+def test_what_is_held_out_is_not_learnt(digits, tmp_path, monkeypatch):
+    learnt = []
+    monkeypatch.setattr(classifier, "train", lambda _, *learning: learnt.extend(learning))
+    images, labels = digits
+    load_classifier(images, labels, tmp_path, CPU)
+    assert torch.equal(learnt[0], images[~hold_out(labels)])
+    assert torch.equal(learnt[1], labels[~hold_out(labels)])
+
+
+@pytest.fixture(scope="module")
+def by_class(class_run, evaluate, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluated")
+    evaluate(f"--run_dir={class_run}", "--guidance_scales", "1", "3", "--keep_images", f"--output_dir={folder}")
+    return folder
+
+
+def test_every_guidance_scale_has_a_row(by_class, class_run, reader):
+    rows = read_csv(by_class / "evaluation_results.csv")
+    assert [row["settings"].split()[-1] for row in rows] == ["guidance_scale=1.0", "guidance_scale=3.0"]
+    for row, kept in zip(rows, ("all-classes", "all-classes-guidance-3"), strict=True):
+        (folder,) = (class_run / "generated").glob(f"*-{kept}")
+        read = reader.classes_of(pixels_of(open_images(str(folder), "--generated")))
+        assert float(row["as_asked@100"]) == (read == torch.arange(100) % 10).double().mean().item()
+        assert float(row["classifier_accuracy@355"]) == reader.accuracy
+    assert (by_class / "FID_vs_Guidance.png").exists()
+
+
+def test_every_class_has_a_row(by_class):
+    rows = read_csv(by_class / "evaluation_per_class.csv")
+    assert [row["class"] for row in rows] == [*"0123456789"] * 2
+    assert {row["metric"] for row in rows} == {"fd_tiny_vision@10"}
+    assert [int(row["real_images"]) for row in rows[:10]] == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    total = read_csv(by_class / "evaluation_results.csv")[1]
+    assert sum(float(row["as_asked"]) for row in rows[10:]) / 10 == pytest.approx(float(total["as_asked@100"]))
+
+
+def test_done_work_is_skipped_and_another_scale_is_added(by_class, class_run, evaluate):
+    before = read_csv(by_class / "evaluation_per_class.csv")
+    evaluate(f"--run_dir={class_run}", "--guidance_scales", "1", "2", f"--output_dir={by_class}")
+    rows = read_csv(by_class / "evaluation_per_class.csv")
+    assert rows[:20] == before
+    assert len(rows) == 30
+
+
+def test_prompts_of_a_run_by_text(text_run, evaluate, tmp_path, capsys):
+    evaluate(f"--run_dir={text_run}", f"--output_dir={tmp_path}")
+    assert "Prompts, in turn: a handwritten zero; a handwritten one" in capsys.readouterr().err
+    (row,) = read_csv(tmp_path / "evaluation_results.csv")
+    assert 0 <= float(row["as_asked@100"]) <= 1
+
+
+def test_guidance_of_a_run_without_a_condition(train, evaluate, tmp_path):
+    run = train(tmp_path / "run", "--max_train_steps=6", "--save_images_steps=100")
+    with pytest.raises(UserError, match="--guidance_scales 1 2: .* was trained without a condition"):
+        evaluate(f"--run_dir={run}", "--guidance_scales", "1", "2")
+
+
+def test_a_measurement_replaces_its_own_rows_and_no_others(tmp_path):
+    from dataclasses import replace
+
+    from evaluation.asked import add_classes
+    from evaluation.results import Measured
+
+    one = Measured(1, 2.0, "ema", "ddim", 5, "guidance_scale=1.0", 10, "checkpoint-1", "ab", "digits", "no")
+    row = {"class": "cat", "metric": "fid@5", "value": 3.5, "real_images": 7, "as_asked": 0.5}
+    add_classes(tmp_path, one, [row])
+    add_classes(tmp_path, replace(one, settings="guidance_scale=2.0"), [{**row, "value": 4.5}])
+    add_classes(tmp_path, one, [{**row, "value": 2.5}])
+    with (tmp_path / "evaluation_per_class.csv").open(newline="") as file:
+        values = [(row["settings"], row["value"]) for row in csv.DictReader(file)]
+    assert values == [("guidance_scale=2.0", "4.5"), ("guidance_scale=1.0", "2.5")]
