@@ -187,10 +187,15 @@ def converted(source: Path, source_digest: str, cache_dir: Path) -> dict[str, to
         logger.warning("%s is damaged and is made again", path)
     state = read_state(source) if source_digest == TORCH_FIDELITY else read_torchscript(source)
     state = {name: tensor.clone() for name, tensor in state.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    save_file(state, aside, metadata={"sha256": digest_of(state), "source": NAMES[source_digest]})
-    aside.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(state, aside, metadata={"sha256": digest_of(state), "source": NAMES[source_digest]})
+        aside.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"--cache_dir {cache_dir}: the network's weights cannot be kept there ({error})") from error
+    finally:
+        aside.unlink(missing_ok=True)
     logger.info("Inception's weights from %s are kept in %s", source, path)
     return state
 
