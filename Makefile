@@ -4,10 +4,12 @@ ENVIRONMENT = .venv/bin/python
 
 .PHONY: demo test faults lint format clean
 
-demo: .venv/.installed ## train the embedded digits and look at samples
+demo: .venv/.installed ## train on the embedded digits, generate, evaluate
 	@$(ENVIRONMENT) train_unconditional.py --config configs/digits.yaml --output_dir runs/demo
+	@$(ENVIRONMENT) generate.py --model runs/demo --ddim --num_images 64
+	@$(ENVIRONMENT) evaluate.py --run_dir runs/demo --num_images 256 --ddim
 	@echo
-	@echo "Look at runs/demo/samples/step-1000.png, and at the curves with"
+	@echo "Look at runs/demo/samples/step-1000.png, runs/demo/KID_vs_TrainingSteps.png, and at all curves with"
 	@echo "  .venv/bin/tensorboard --logdir runs/demo/logs"
 
 test: .venv/.installed-dev ## the whole test suite
