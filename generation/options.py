@@ -257,6 +257,8 @@ def describe_method(method: SamplingMethod) -> str:
         text += f", eta {settings['eta']:g}"
     if "variance_type" in settings:
         text += f", variance {settings['variance_type']}"
+        if settings["variance_type"] == "fixed_small" and len(method.timesteps) < len(method.scheduler.betas):
+            text += ", the default of a sub-sequence (--variance_type)"
     return text
 
 
