@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import losses_of, metrics_of
 from datasets import ClassLabel
+from diffusers import UNet2DConditionModel, UNet2DModel
 from safetensors.torch import load_file
 from test_processes import launch, torchrun
 from test_training import assert_same_checkpoint
@@ -18,7 +19,7 @@ from test_training import assert_same_checkpoint
 from common.errors import RunFailed, UserError
 from generation.conditional_pipeline import encode_prompts, guide
 from generation.text import EncodedCaptions, encode_once, fingerprint, load_text_encoder, place_of, words_of
-from image_data.annotations import find_labels
+from image_data.annotations import find_labels, spoken
 from image_data.batches import BalancedOrder, TrainingBatches
 from image_data.decode import decode_image
 from image_data.digits import load_digits
@@ -111,6 +112,11 @@ def test_the_conditioned_network_has_the_arithmetic_of_the_paper(condition):
     unet = build_unet(16, 3, generator=torch.Generator().manual_seed(0), condition=condition)
     again = build_unet(16, 3, generator=torch.Generator().manual_seed(0), condition=condition)
     assert all(torch.equal(one, two) for one, two in zip(unet.parameters(), again.parameters(), strict=True))
+    silent = {name for name, module in unet.named_modules() if hasattr(module, "weight") and module.weight.std() < 1e-4}
+    branches = (".conv2", ".proj_out") if "cross_attention_dim" in condition else (".conv2", ".to_out.0")
+    assert silent == {name for name, _ in unet.named_modules() if name == "conv_out" or name.endswith(branches)} | {
+        name for name, module in unet.named_modules() if isinstance(module, torch.nn.GroupNorm | torch.nn.LayerNorm)
+    }  # norms have weights of one
     norms = [module for module in unet.modules() if isinstance(module, torch.nn.GroupNorm)]
     assert {norm.eps for norm in norms} == {1e-6}
     config = unet.config
@@ -259,13 +265,28 @@ def test_another_condition_does_not_continue_a_run(class_run, text_run, train_co
         train_conditional(text_run, "--max_train_steps=9")
 
 
-def test_the_condition_is_learnt(train_conditional, tmp_path):
-    """After some hundred steps the right class explains an image better than a wrong one."""
-    from diffusers import UNet2DModel
+def inputs_by_class(run: Path, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"class_labels": labels}
 
+
+def inputs_by_text(run: Path, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The caption of each class as the pipeline encodes it; the empty one for the eleventh."""
+    prompts = [*(f"a handwritten {spoken(digit)}" for digit in "0123456789"), ""]
+    found = load_text_encoder(str(run / "text_encoder"), CPU, str(run / "tokenizer"))
+    states, mask = encode_prompts(*found, prompts)
+    return {"encoder_hidden_states": states[labels], "encoder_attention_mask": mask[labels]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "network", "inputs_of"),
+    [("class", UNet2DModel, inputs_by_class), ("text", UNet2DConditionModel, inputs_by_text)],
+)
+def test_the_condition_is_learnt(kind, network, inputs_of, tiny_flags, text_flags, train_conditional, tmp_path):
+    """After some hundred steps the right condition explains an image better than none, and a wrong one worse."""
     flags = ["--max_train_steps=300", "--learning_rate=3e-3", "--logging_steps=100", "--save_images_steps=1000"]
-    run = train_conditional(tmp_path / "run", *flags, "--train_batch_size=32")
-    unet = UNet2DModel.from_pretrained(run / "unet").eval()
+    base = tiny_flags if kind == "class" else text_flags
+    run = train_conditional(tmp_path / "run", *flags, "--train_batch_size=32", base=base)
+    unet = network.from_pretrained(run / "unet").eval()
     digits = load_images("digits")
     pixels = [torch.tensor(decode_image(digits.read(row), 1, 8, True)) for row in range(500)]
     images, labels = torch.stack(pixels) / 127.5 - 1, find_labels(digits).of_row[:500]
@@ -274,9 +295,10 @@ def test_the_condition_is_learnt(train_conditional, tmp_path):
     noisy = build_scheduler().add_noise(images, noise, t)
     with torch.no_grad():
         right, wrong, none = (
-            (unet(noisy, t, class_labels=given).sample - noise).square().mean().item()
+            (unet(noisy, t, **inputs_of(run, given)).sample - noise).square().mean().item()
             for given in (labels, (labels + 1) % 10, torch.full_like(labels, 10))
         )
+    print(f"by {kind}: right {right:.4f}, none {none:.4f}, wrong {wrong:.4f}")
     assert right < none < wrong
 
 
