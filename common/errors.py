@@ -8,6 +8,9 @@ from pathlib import Path
 
 from common import interruption
 
+# Seconds by which a process may meet a mistake before the one that says it; starting up takes long on a busy machine.
+LONGEST_HEAD_START = 10
+
 
 class UserError(Exception):
     """Something the user can put right: what is wrong, with the name and the value, and what to do."""
@@ -31,7 +34,7 @@ def run_script(main: Callable[[], None]) -> None:
             # Most mistakes are every process's, and the launcher ends the others when the first has said it. One
             # that only this process has met must be said too.
             interruption.stop_listening()
-            time.sleep(2)
+            time.sleep(LONGEST_HEAD_START)
         say(f"error: {error}")
         sys.exit(error.exit_code)
     except interruption.Interrupted as stop:

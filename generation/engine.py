@@ -117,7 +117,7 @@ class RunningNetwork:
     """A network on this process's device, that only ever sees full batches.
 
     The output of a U-Net for an image changes in its last bits with the number of images beside it (measured on a CPU:
-    up to 1e-5), but neither with its place among them nor with what the others are.
+    up to 5e-6), but neither with its place among them nor with what the others are.
     """
 
     def __init__(self, job: Job, processes: Processes, pace: Pace):
