@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 METRICS, CONFIG, PIPELINE = "metrics.jsonl", "config.yaml", "model_index.json"
+PARTS = ["*.json", "unet/*", "scheduler/*", "text_encoder/*", "tokenizer/*"]
 NETWORK_FOLDERS = {"raw": "unet", "ema": "unet_ema"}
 TRAIN_FIRST = "train one first, e.g. python train_unconditional.py, or name a model with --model"
 
@@ -158,9 +159,13 @@ def _folder(model: str) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise UserError(f"--model {model}: there is no such folder; {TRAIN_FIRST}")
     from diffusers import DiffusionPipeline
+    from huggingface_hub import snapshot_download
 
     try:
-        return Path(DiffusionPipeline.download(model))
+        if isinstance(DiffusionPipeline.load_config(model)["_class_name"], str):
+            return Path(DiffusionPipeline.download(model))
+        # It names a class of its own, such as ours. What is needed of it is data: no code is fetched or trusted.
+        return Path(snapshot_download(model, allow_patterns=PARTS))
     except Exception as error:  # of the Hub, of the network, or of a repository that holds something else
         raise UserError(
             f"--model {model}: there is no such folder, and it could not be had from the Hub "

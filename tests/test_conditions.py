@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import run_training
 from diffusers import UNet2DConditionModel, UNet2DModel
+from huggingface_hub.utils import filter_repo_objects
 from PIL import Image
 from test_generation import TWO_PROCESSES, generate, hashes, start
 
@@ -109,6 +110,25 @@ def test_a_checkpoint_away_from_its_run_finds_the_encoder_again(text_run, tmp_pa
     generate(tmp_path / "checkpoint-6", *flags, f"--output_dir={tmp_path / 'away'}")
     generate(text_run / "checkpoint-6", *flags, f"--output_dir={tmp_path / 'at home'}")
     assert hashes(tmp_path / "away") == hashes(tmp_path / "at home")
+
+
+def test_a_model_of_the_hub_is_data_and_its_code_is_not_fetched(text_run, tmp_path, monkeypatch):
+    """The Hub is a folder here; of a copy that holds what is fetched and nothing else, images are drawn."""
+
+    def snapshot(name: str, allow_patterns: list[str]) -> str:
+        files = [path.relative_to(text_run).as_posix() for path in text_run.rglob("*") if path.is_file()]
+        pushed = [file for file in files if not file.startswith("checkpoint")]
+        for file in filter_repo_objects(pushed, allow_patterns=allow_patterns):
+            (tmp_path / "cache" / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(text_run / file, tmp_path / "cache" / file)
+        return str(tmp_path / "cache")
+
+    index = json.loads((text_run / "model_index.json").read_text())
+    monkeypatch.setattr("diffusers.DiffusionPipeline.load_config", lambda name: index)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    generate("me/by-text", *FAST, "--num_images=2", f"--output_dir={tmp_path / 'out'}")
+    assert len(hashes(tmp_path / "out")) == 2
+    assert not list((tmp_path / "cache").rglob("*.py"))
 
 
 def test_another_encoder_is_refused(text_run, tmp_path):
