@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.files import write_atomically
-from evaluation.curves import METHOD, Line, draw, save
+from evaluation.curves import METHOD, Line, draw, named, save
 from evaluation.results import RESULTS, Row, read_results
 
 LEVELS = 5
@@ -32,7 +32,8 @@ def compare_runs(runs: list[str], output_dir: Path) -> None:
     by_seconds = {name: line_of(rows, key, "train_seconds") for name, rows in tables.items()}
     by_step = {name: line_of(rows, key, "step") for name, rows in tables.items()}
     output_dir.mkdir(parents=True, exist_ok=True)
-    title = ", ".join([metric, *(str(part) for part in key[1:] if part not in (None, "no"))])
+    method = zip(METHOD, key[1:], strict=True)
+    title = ", ".join([metric, *(named(part, value) for part, value in method if value not in (None, "no"))])
     for lines, against, name in (
         (by_seconds, "train_seconds", "FID_vs_TrainingSeconds.png"),
         (by_step, "step", "FID_vs_TrainingSteps.png"),

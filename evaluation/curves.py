@@ -6,21 +6,18 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import matplotlib
-
-matplotlib.use("agg")
-from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 from evaluation.results import scale_of
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from evaluation.results import Row
 
 logger = logging.getLogger(__name__)
 
 FIRST = 25
+MANY_TIMES = 5  # a FID that falls so far is drawn on a logarithmic axis
 LABELS = {"fid": "FID", "is": "Inception Score", "kid": "KID", "as_asked": "share as asked"}
 # What makes two rows points of one line, besides the number of images.
 METHOD = ("weights", "sampler", "steps", "settings", "reference", "precision")
@@ -29,11 +26,11 @@ METHOD = ("weights", "sampler", "steps", "settings", "reference", "precision")
 PUBLISHED = {
     "fid@50000": {
         "Ho et al. 2020": 3.17,
-        "the same, raw weights (pesser)": 12.14,
+        "Ho et al., raw weights (pesser)": 12.14,
         "diffusers' script, 250K steps, DDIM-128": 17.0,
         "EDM": 1.97,
     },
-    "is@50000": {"Ho et al. 2020": 9.46, "xyfJASON": 9.45},
+    "is@50000": {"Ho et al. 2020": 9.46},
 }
 PUBLISHED_DATA = "cifar10"
 PUBLISHED_REFERENCE = "50000 images of 32x32"
@@ -104,12 +101,12 @@ def lines_of(rows: list[Row], metric: str, against: str) -> dict[str, Line]:
                 groups.setdefault(key, []).append((row[against], value))
     varying = [position for position in range(1, len(METHOD) + 1) if len({key[position] for key in groups}) > 1]
     return {
-        ", ".join([key[0], *(_named(METHOD[position - 1], key[position]) for position in varying)]): sorted(line)
+        ", ".join([key[0], *(named(METHOD[position - 1], key[position]) for position in varying)]): sorted(line)
         for key, line in groups.items()
     }
 
 
-def _named(part: str, value: object) -> str:
+def named(part: str, value: object) -> str:
     return f"{value} steps" if part == "steps" else str(value)
 
 
@@ -128,30 +125,31 @@ def draw(
 ) -> Figure:
     figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
+    best = max if metric == "is" else min
     for label, line in lines.items():
-        axes.plot(*zip(*line, strict=True), marker="o", markersize=4, linewidth=1.5, label=label)
-    _mark_best(axes, lines, metric)
-    for number, (label, value) in enumerate(published.items()):
-        axes.axhline(value, color="0.45", linewidth=1, linestyle=(0, (4, 2 + 2 * number)), label=f"{label}: {value}")
+        x, y = best(line, key=lambda point: point[1])
+        (curve,) = axes.plot(*zip(*line, strict=True), marker="o", markersize=4, linewidth=1.5)
+        axes.plot(x, y, "o", markersize=9, markerfacecolor="none", color=curve.get_color())
+        curve.set_label(f"{label}: best {y:.4g}")
+    for label, value in published.items():
+        axes.axhline(value, color="0.45", linewidth=1, linestyle="--")
+        place = {"xy": (0.005, value), "xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        axes.annotate(f"{label}: {value}", **place, xytext=(0, 2), fontsize=7, color="0.35")
+    values = [value for line in lines.values() for _, value in line]
+    if metric == "fid" and max(values) > MANY_TIMES * min(values) > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(ScalarFormatter())
+        axes.tick_params(axis="y", which="minor", labelsize=7)
+    axes.margins(y=0.1)
     axes.set_xlabel("training step" if against == "step" else "seconds of training")
     axes.set_ylabel(LABELS[metric])
     if title is not None:
         axes.set_title(title, fontsize=8, color="0.35", loc="left")
-    axes.grid(alpha=0.25)
+    axes.grid(alpha=0.25, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
     return figure
-
-
-def _mark_best(axes: Axes, lines: dict[str, Line], metric: str) -> None:
-    choose = max if metric == "is" else min
-    for line in lines.values():
-        x, y = choose(line, key=lambda point: point[1])
-        axes.annotate(
-            f"{y:.4g}", (x, y), textcoords="offset points", xytext=(0, 7 if metric == "is" else -13),
-            ha="center", fontsize=8, color="0.25",
-        )  # fmt: skip
-    axes.margins(y=0.12)
 
 
 def say_that_there_is_none() -> Figure:
