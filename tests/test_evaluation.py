@@ -59,10 +59,10 @@ def draw_images(count: int, seed: int, size: tuple[int, int] = (16, 16), channel
     return coarse.repeat(size[0] // 4, axis=1).repeat(size[1] // 4, axis=2)
 
 
-def write_folder(folder: Path, images: np.ndarray) -> Path:
+def write_folder(folder: Path, images: np.ndarray, kind: str = "png") -> Path:
     folder.mkdir(parents=True)
     for number, image in enumerate(images):
-        Image.fromarray(image.squeeze()).save(folder / f"{number:06d}.png")
+        Image.fromarray(image.squeeze()).save(folder / f"{number:06d}.{kind}")
     return folder
 
 
@@ -128,14 +128,17 @@ def test_whatever_the_images_are_kept_in_the_numbers_are_the_same(evaluate, gene
 
 
 def test_two_processes_find_what_one_finds(evaluate, generated, real, network, cache_dir, tmp_path):
-    """To float64 rounding; 25 images, so that the shares differ."""
+    """To float64 rounding. Of the 25 generated images, which fit in one batch, the second process gets none."""
     more = write_folder(tmp_path / "more", draw_images(25, seed=0))
-    expected = metrics_in(measure(evaluate, more, real, tmp_path / "one", "--feature_batch_size=4"))
+    expected = metrics_in(measure(evaluate, more, real, tmp_path / "one", "--feature_batch_size=28"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "evaluate.py"]
     flags = [f"--features={network}", f"--cache_dir={tmp_path / 'cache'}", f"--generated={more}", f"--real={real}",
-             "--dataloader_num_workers=0", "--feature_batch_size=4", f"--output_dir={tmp_path / 'two'}"]  # fmt: skip
+             "--dataloader_num_workers=0", "--feature_batch_size=28", f"--output_dir={tmp_path / 'two'}"]  # fmt: skip
     subprocess.run([*command, *flags], cwd=ROOT, check=True, capture_output=True, timeout=300)
     found = metrics_in(read_csv(tmp_path / "two" / "evaluation_results.csv")[0])
+    # The features are normalised, so that their covariance has an eigenvalue of zero: FID takes the root of its rounding.
+    distance = "fd_tiny_vision@25"
+    assert found.pop(distance) == pytest.approx(expected.pop(distance), abs=1e-8)
     assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
@@ -234,7 +237,7 @@ class TestErrors:
 
 class TestStatistics:
     def test_are_found_again_and_made_again_when_the_data_change(self, evaluate, generated, tmp_path, monkeypatch):
-        real = write_folder(tmp_path / "real", draw_images(20, seed=3))
+        real = write_folder(tmp_path / "real", draw_images(20, seed=3), kind="bmp")  # whose size tells nothing
         first = metrics_in(measure(evaluate, generated, real, tmp_path / "first"))
         counted = []
         from evaluation import statistics
@@ -243,7 +246,7 @@ class TestStatistics:
         monkeypatch.setattr(statistics, "extract", lambda *given: counted.append(1) or original(*given))
         assert metrics_in(measure(evaluate, generated, real, tmp_path / "second")) == first
         assert counted == []
-        Image.fromarray(draw_images(1, seed=9)[0]).save(real / "000003.png")
+        Image.fromarray(draw_images(1, seed=9)[0]).save(real / "000003.bmp")
         assert metrics_in(measure(evaluate, generated, real, tmp_path / "third")) != first
         assert counted == [1]
 
@@ -337,6 +340,22 @@ class TestRun:
         assert capsys.readouterr().err.count("has been measured already") == 2
         assert (measured_run / "evaluation_results.csv").read_bytes() == before
 
+    def test_to_be_stopped_loses_only_what_was_being_measured(self, measured_run, evaluate, tmp_path, monkeypatch):
+        from common.interruption import Interrupted
+        from evaluation import session
+
+        original = session.generated_batches
+
+        def stopped_at_step_4(job, *given):
+            if job.model.step == 4:
+                raise Interrupted("SIGTERM: stopped before there was anything to save")
+            return original(job, *given)
+
+        monkeypatch.setattr(session, "generated_batches", stopped_at_step_4)
+        with pytest.raises(Interrupted, match="SIGTERM: stopped at checkpoint-4; the ones before it are in .* again"):
+            evaluate(f"--run_dir={measured_run}", *SAMPLED, f"--output_dir={tmp_path}")
+        assert [row["step"] for row in read_csv(tmp_path / "evaluation_results.csv")] == ["2"]
+
     def test_rows_of_pruned_checkpoints_stay(self, measured_run, evaluate, tmp_path):
         import shutil
 
@@ -371,6 +390,13 @@ class TestRun:
         monkeypatch.setattr(session, "generated_batches", None)
         evaluate(f"--run_dir={copy}", *SAMPLED, "--checkpoints", "4")
         assert metrics_in(read_csv(copy / "evaluation_results.csv")[0]) == metrics_in(found)
+
+        # Not those of other weights.
+        record = (folder / "samples.json").read_text()
+        (folder / "samples.json").write_text(record.replace(found["sha256"], "0" * 64))
+        (copy / "evaluation_results.csv").unlink()
+        with pytest.raises(TypeError, match="NoneType"):
+            evaluate(f"--run_dir={copy}", *SAMPLED, "--checkpoints", "4")
 
     def test_a_pipeline_without_checkpoints_is_the_end_of_the_run(self, measured_run, tmp_path):
         import shutil
