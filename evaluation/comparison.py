@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.files import write_atomically
-from evaluation.curves import METHOD, Line, draw, named, save
+from evaluation.curves import METHOD, Line, draw, named
 from evaluation.results import RESULTS, Row, read_results
 
 LEVELS = 5
@@ -38,7 +38,8 @@ def compare_runs(runs: list[str], output_dir: Path) -> None:
         (by_seconds, "train_seconds", "FID_vs_TrainingSeconds.png"),
         (by_step, "step", "FID_vs_TrainingSteps.png"),
     ):
-        print(save(draw(lines, "fid", against, {}, title), output_dir / name))
+        draw(output_dir / name, lines, "fid", against, published={}, title=title)
+        print(output_dir / name)
     table = times_to_fid(by_seconds)
     write_atomically(output_dir / TIMES, _as_csv(table))
     print(

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
+from common.plots import NOTE, drawing
 from evaluation.results import scale_of
 
 if TYPE_CHECKING:
     from evaluation.results import Row
-
-logger = logging.getLogger(__name__)
 
 FIRST = 25
 MANY_TIMES = 5  # a FID that falls so far is drawn on a logarithmic axis
@@ -55,12 +52,12 @@ def draw_run(output_dir: Path, rows: list[Row], has_score: bool) -> list[Path]:
     for name, (shown, metric, against) in pictures.items():
         lines = lines_of(shown, metric, against)
         if lines:
-            figure = draw(lines, metric, against, published_for(shown, metric))
+            draw(output_dir / name, lines, metric, against, published=published_for(shown, metric))
         elif metric == "is" and not has_score:
-            figure = say_that_there_is_none()
+            say_that_there_is_none(output_dir / name)
         else:
             continue
-        written.append(save(figure, output_dir / name))
+        written.append(output_dir / name)
     return written
 
 
@@ -73,17 +70,16 @@ def draw_guidance(output_dir: Path, rows: list[Row]) -> list[Path]:
     ]
     if len({point["guidance_scale"] for point in points}) < 2:
         return []
-    figure = Figure(figsize=(7, 6), dpi=150, layout="constrained")
+    path = output_dir / "FID_vs_Guidance.png"
     shown = [metric for metric in ("fid", "as_asked") if lines_of(points, metric, "guidance_scale")]
-    for axes, metric in zip(figure.subplots(len(shown), sharex=True, squeeze=False).flat, shown, strict=True):
-        for label, line in lines_of(points, metric, "guidance_scale").items():
-            axes.plot(*zip(*line, strict=True), marker="o", markersize=4, linewidth=1.5, label=label)
-        axes.set_ylabel(LABELS[metric])
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8)
-    axes.set_xlabel(f"guidance scale (1 is none), step {last}")
-    return [save(figure, output_dir / "FID_vs_Guidance.png")]
+    with drawing(path, rows=len(shown), sharex=True) as (_, panels):
+        for axes, metric in zip(panels.flat, shown, strict=True):
+            for label, line in lines_of(points, metric, "guidance_scale").items():
+                axes.plot(*zip(*line, strict=True), marker="o", markersize=4, label=label)
+            axes.set_ylabel(LABELS[metric])
+            axes.legend(fontsize=8)
+        panels[-1, 0].set_xlabel(f"guidance scale (1 is none), step {last}")
+    return [path]
 
 
 def without_scale(row: Row) -> str:
@@ -96,7 +92,7 @@ def lines_of(rows: list[Row], metric: str, against: str) -> dict[str, Line]:
     groups: dict[tuple, Line] = {}
     for row in rows:
         for name, value in row.items():
-            if name.partition("@")[0] == metric and value is not None and row[against] is not None:
+            if metric_of(name) == metric and value is not None and row[against] is not None:
                 key = (name, *(row[part] for part in METHOD))
                 groups.setdefault(key, []).append((row[against], value))
     varying = [position for position in range(1, len(METHOD) + 1) if len({key[position] for key in groups}) > 1]
@@ -104,6 +100,11 @@ def lines_of(rows: list[Row], metric: str, against: str) -> dict[str, Line]:
         ", ".join([key[0], *(named(METHOD[position - 1], key[position]) for position in varying)]): sorted(line)
         for key, line in groups.items()
     }
+
+
+def metric_of(name: str) -> str:
+    """A column's metric, in whatever mode the images were seen; lines are told apart by the whole name."""
+    return name.partition("@")[0].removesuffix("_clean").removesuffix("_legacy_pytorch")
 
 
 def named(part: str, value: object) -> str:
@@ -121,52 +122,45 @@ def published_for(rows: list[Row], metric: str) -> dict[str, float]:
 
 
 def draw(
-    lines: dict[str, Line], metric: str, against: str, published: dict[str, float], title: str | None = None
-) -> Figure:
-    figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
-    axes = figure.subplots()
+    path: Path, lines: dict[str, Line], metric: str, against: str, published: dict[str, float], title: str | None = None
+) -> None:
+    """Lines over steps or seconds, the best point of each in a ring; published numbers as levels."""
     best = max if metric == "is" else min
-    for label, line in lines.items():
-        x, y = best(line, key=lambda point: point[1])
-        (curve,) = axes.plot(*zip(*line, strict=True), marker="o", markersize=4, linewidth=1.5)
-        axes.plot(x, y, "o", markersize=9, markerfacecolor="none", color=curve.get_color())
-        curve.set_label(f"{label}: best {y:.4g}")
-    for label, value in published.items():
-        axes.axhline(value, color="0.45", linewidth=1, linestyle="--")
-        place = {"xy": (0.005, value), "xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        axes.annotate(f"{label}: {value}", **place, xytext=(0, 2), fontsize=7, color="0.35")
-    values = [value for line in lines.values() for _, value in line]
-    if metric == "fid" and max(values) > MANY_TIMES * min(values) > 0:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(ScalarFormatter())
-        axes.tick_params(axis="y", which="minor", labelsize=7)
-    axes.margins(y=0.1)
-    axes.set_xlabel("training step" if against == "step" else "seconds of training")
-    axes.set_ylabel(LABELS[metric])
-    if title is not None:
-        axes.set_title(title, fontsize=8, color="0.35", loc="left")
-    axes.grid(alpha=0.25, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-    return figure
+    with drawing(path, panel_width=7) as (_, panels):
+        axes = panels[0, 0]
+        for label, line in lines.items():
+            x, y = best(line, key=lambda point: point[1])
+            (curve,) = axes.plot(*zip(*line, strict=True), marker="o", markersize=4)
+            axes.plot(x, y, "o", markersize=9, markerfacecolor="none", color=curve.get_color())
+            curve.set_label(f"{label}: best {y:.4g}")
+        for label, value in published.items():
+            axes.axhline(value, color=NOTE, linewidth=1, linestyle="--")
+            place = {"xy": (0.005, value), "xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+            axes.annotate(f"{label}: {value}", **place, xytext=(0, 2), fontsize=7, color=NOTE)
+        values = [value for line in lines.values() for _, value in line]
+        if metric == "fid" and max(values) > MANY_TIMES * min(values) > 0:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+            axes.yaxis.set_minor_formatter(ScalarFormatter())
+            axes.tick_params(axis="y", which="minor", labelsize=7)
+            axes.grid(which="minor")
+        axes.margins(y=0.1)
+        axes.set_xlabel("training step" if against == "step" else "seconds of training")
+        axes.set_ylabel(LABELS[metric])
+        if title is not None:
+            axes.set_title(title, fontsize=8, color=NOTE)
+        axes.legend(fontsize=8)
 
 
-def say_that_there_is_none() -> Figure:
+def say_that_there_is_none(path: Path) -> None:
     """The file that somebody looks for, without a number that nobody measured."""
-    figure = Figure(figsize=(7, 4.5), dpi=150)
-    figure.text(
-        0.5, 0.5,
-        "Inception Score: not available\n\n"
-        "The Inception network found here has no last layer, hence no logits.\n"
-        "With inception-2015-12-05.pt (--inception_weights) this picture is drawn.",
-        ha="center", va="center", fontsize=11, linespacing=1.6,
-    )  # fmt: skip
-    return figure
-
-
-def save(figure: Figure, path: Path) -> Path:
-    aside = path.with_name(f".{path.name}.tmp")
-    figure.savefig(aside, format="png")
-    aside.replace(path)
-    return path
+    with drawing(path, panel_width=7) as (_, panels):
+        axes = panels[0, 0]
+        axes.set_axis_off()
+        axes.text(
+            0.5, 0.5,
+            "Inception Score: not available\n\n"
+            "The Inception network found here has no last layer, hence no logits.\n"
+            "With inception-2015-12-05.pt (--inception_weights) this picture is drawn.",
+            ha="center", va="center", linespacing=1.6,
+        )  # fmt: skip

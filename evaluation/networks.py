@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from evaluation.options import EvaluationOptions
-
-logger = logging.getLogger(__name__)
 
 HEADLINE = "legacy_tensorflow"  # the mode of published numbers
 PUBLISHED = {"dinov2": "facebook/dinov2-large", "clip": "openai/clip-vit-base-patch32"}

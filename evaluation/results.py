@@ -5,15 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-import logging
 import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from common.errors import UserError
 from common.files import write_atomically
-
-logger = logging.getLogger(__name__)
 
 RESULTS, BEST, AS_JSON = "evaluation_results.csv", "best_scores.csv", "evaluation_results.json"
 ENOUGH_FOR_FID = 2048  # the dimension of its features: with fewer images their covariance is singular

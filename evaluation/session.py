@@ -70,11 +70,16 @@ class Session:
         if self.num_workers is None:
             self.num_workers = default_num_workers(processes.local_count)
         self.prepared = False
-        if networks[0].name == "inception" and not networks[0].has_logits:
+        if not self._has_score:
             logger.info(
                 "No Inception Score: the Inception network found here has no last layer. inception-2015-12-05.pt has "
                 "(--inception_weights)"
             )
+
+    @property
+    def _has_score(self) -> bool:
+        """Not of an Inception network without its last layer, and that is to be said."""
+        return self.networks[0].name != "inception" or self.networks[0].has_logits
 
     def measure_images(self) -> None:
         """A folder or file of generated images."""
@@ -136,7 +141,7 @@ class Session:
         if processes.is_main:
             rows = read_results(output_dir)
             print(f"\n{describe_rows(rows, count)}\n")
-            for picture in [*draw_run(output_dir, rows, self.networks[0].has_logits), *draw_guidance(output_dir, rows)]:
+            for picture in [*draw_run(output_dir, rows, self._has_score), *draw_guidance(output_dir, rows)]:
                 logger.info("Drew %s", picture)
             update_evaluation(output_dir)
 
