@@ -67,14 +67,16 @@ def main() -> None:
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--conditions", nargs="+", choices=ASKED, default=list(ASKED))
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "conditional_digits.json")
+    parser.add_argument("--folder", type=Path, help="keep models and samples here; what is there is not made again")
     parser.add_argument("training", nargs="*", help="more flags of train_conditional.py, after --")
     arguments = parser.parse_args()
 
     classifier = read_digits()
     results = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
         for condition in arguments.conditions:
-            model = Path(folder) / condition
+            model = folder / condition
             budget = [
                 "--max_train_steps=1000000",
                 f"--max_train_seconds={arguments.seconds}",
