@@ -22,8 +22,7 @@ def main() -> None:
     from common.processes import start_processes
     from training.conditioning import check_condition, load_condition
     from training.images import load_training_images
-    from training.publish import publish
-    from training.run import announce, build_run, check_before_work, train_to_the_end
+    from training.run import build_run, carry_out, check_before_work
 
     processes = start_processes(resolve_precision(config.mixed_precision), config.allow_tf32)
     check_before_work(config, processes)
@@ -34,18 +33,8 @@ def main() -> None:
     condition = load_condition(config, images, processes)
     run = build_run(config, processes, images, condition)
 
-    # Say what this run is and where it differs from the paper's.
-    announce(run)
-    if config.dry_run:
-        return
-
-    # Train, or go on with the run that is in the output folder.
-    train_to_the_end(run)
-
-    # The run folder is a pipeline now. A card, and the Hub if asked, which the other processes need not wait for.
-    processes.finish()
-    if processes.is_main:
-        publish(run.config, run.state)
+    # Say what this run is, train it or go on with it, and make its folder a pipeline with a card.
+    carry_out(run)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from common.files import write_atomically
 from evaluation.classifier import load_classifier
 from evaluation.images import batches_of
 from evaluation.metrics import Moments, frechet_distance
-from evaluation.results import KEYS
+from evaluation.results import KEYS, as_csv
 from evaluation.statistics import MOST_FEATURES_KEPT
 from generation.conditions import condition_of, read_condition
 from generation.models import CONFIG
@@ -153,12 +152,7 @@ def add_classes(output_dir: Path, measured: Measured, classes: list[dict[str, ob
     what = {name: "" if value is None else str(value) for name, value in asdict(measured).items()}
     rows = [row for row in rows if any(row[name] != what[name] for name in KEYS)]
     rows += [{**what, **row} for row in classes]
-    file = io.StringIO()
-    columns = [*KEYS, "class", "metric", "value", "real_images", "as_asked"]
-    writer = csv.DictWriter(file, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, file.getvalue())
+    write_atomically(path, as_csv([*KEYS, "class", "metric", "value", "real_images", "as_asked"], rows))
 
 
 def describe_classes(classes: list[dict[str, object]]) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from pathlib import Path
 
 from common.errors import UserError
 from common.files import write_atomically
 from evaluation.curves import METHOD, Line, draw, named
-from evaluation.results import RESULTS, Row, read_results
+from evaluation.results import RESULTS, Row, as_csv, as_text, read_results
 
 LEVELS = 5
 TIMES = "time_to_fid.csv"
@@ -41,10 +39,9 @@ def compare_runs(runs: list[str], output_dir: Path) -> None:
         draw(output_dir / name, lines, "fid", against, published={}, title=title)
         print(output_dir / name)
     table = times_to_fid(by_seconds)
-    write_atomically(output_dir / TIMES, _as_csv(table))
-    print(
-        f"\n{title}\n\n{_as_text(table)}\n\nSeconds of training until the line between two checkpoints first crosses."
-    )
+    write_atomically(output_dir / TIMES, as_csv(list(table[0]), table))
+    lines = [list(table[0]), *([f"{value:.5g}" for value in row.values()] for row in table)]
+    print(f"\n{title}\n\n{as_text(lines)}\n\nSeconds of training until the line between two checkpoints first crosses.")
 
 
 def common_key(tables: dict[str, list[Row]]) -> tuple:
@@ -113,17 +110,3 @@ def time_to(line: Line, level: float) -> float:
             return before[0] + share * (seconds - before[0])
         before = (seconds, value)
     raise ValueError(f"the line does not come down to {level}")
-
-
-def _as_csv(table: list[dict[str, float]]) -> str:
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(table[0]), restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
-    return file.getvalue()
-
-
-def _as_text(table: list[dict[str, float]]) -> str:
-    lines = [list(table[0]), *([f"{value:.5g}" for value in row.values()] for row in table)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)

@@ -203,6 +203,6 @@ class _Pass:
 
 
 def _padded(images: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """A smaller batch filled up: for another size the network would be compiled again."""
-    missing = batch_size - len(images)
+    """A smaller batch filled up to a power of two: a network is compiled, or tuned, for every size that it sees."""
+    missing = min(batch_size, 1 << (len(images) - 1).bit_length()) - len(images)
     return images if missing <= 0 else torch.cat([images, images[:1].expand(missing, *images.shape[1:])])

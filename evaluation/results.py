@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from common.errors import UserError
 from common.files import write_atomically
 
 RESULTS, BEST, AS_JSON = "evaluation_results.csv", "best_scores.csv", "evaluation_results.json"
-ENOUGH_FOR_FID = 2048  # the dimension of its features: with fewer images their covariance is singular
 LOWER_IS_BETTER = ("fid", "sfid", "kid", "fd", "kd")
 METRIC = re.compile(r"[a-z]\w*@\d+")
 
@@ -69,9 +69,9 @@ def add_result(output_dir: Path, measured: Measured, metrics: dict[str, float]) 
     rows.sort(key=lambda one: (one["step"] is None, one["step"] or 0, one["num_images"], str(one["sampler"])))
     output_dir.mkdir(parents=True, exist_ok=True)
     columns = [*KEYS, *metric_columns(rows)]
-    write_atomically(output_dir / RESULTS, _as_csv(columns, rows))
+    write_atomically(output_dir / RESULTS, as_csv(columns, rows))
     write_atomically(output_dir / AS_JSON, json.dumps([_without_blanks(one) for one in rows], indent=2) + "\n")
-    write_atomically(output_dir / BEST, _as_csv(["metric", "best", *KEYS], best_scores(rows)))
+    write_atomically(output_dir / BEST, as_csv(["metric", "best", *KEYS], best_scores(rows)))
     return rows
 
 
@@ -133,8 +133,7 @@ def describe_rows(rows: list[Row], count: int) -> str:
     guided = ["guidance"] if any(scale is not None for scale in scales.values()) else []
     header = ["step", "train_seconds", "weights", "sampler", "steps", *guided, *names]
     lines = [header, *([_cell({**row, "guidance": scales[id(row)]}.get(name)) for name in header] for row in shown)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return as_text(lines)
 
 
 def scale_of(row: Row) -> float | None:
@@ -159,7 +158,13 @@ def _value(name: str, text: str | None) -> str | int | float | None:
     return float(text) if name == "train_seconds" or METRIC.fullmatch(name) else text
 
 
-def _as_csv(columns: list[str], rows: list[Row]) -> str:
+def as_text(lines: list[list[str]]) -> str:
+    """Cells in columns, for a person."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def as_csv(columns: Sequence[str], rows: list[dict[str, object]]) -> str:
     file = io.StringIO()
     writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
     writer.writeheader()

@@ -20,7 +20,6 @@ from evaluation.images import EncodedImages, ImageSet, batches_of, open_images
 from evaluation.measure import columns_of, measure
 from evaluation.options import FEWEST_IMAGES
 from evaluation.results import (
-    ENOUGH_FOR_FID,
     RESULTS,
     Measured,
     add_result,
@@ -278,12 +277,13 @@ class Session:
             if classes:
                 print(f"{describe_classes(classes)}\n", flush=True)
                 add_classes(output_dir, measured, classes)
-            if count < ENOUGH_FOR_FID:
+            dimensions = max(features.features.shape[1] for features in extracted)
+            if count < dimensions:
                 logger.warning(
                     "FID of %d images is far above that of many: its covariance wants %s at least. Read kid, which is "
                     "not biased",
                     count,
-                    f"{ENOUGH_FOR_FID:,}",
+                    f"{dimensions:,}",
                 )
             if output_dir is not None:
                 add_result(output_dir, measured, metrics)

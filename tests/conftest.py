@@ -4,6 +4,7 @@ import importlib
 import json
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -129,17 +130,40 @@ def tiny_flags(tiny_network, cache_dir) -> list[str]:
     return make_tiny_flags(tiny_network, cache_dir)
 
 
-def run_training(output_dir: Path, flags: list[str], script: str = "train_unconditional") -> Path:
-    """A training script in this process; the run's folder is returned."""
+def run_script(script: str, *arguments: object) -> None:
+    """A script in this process, as the command line would call it."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    before, sys.argv = sys.argv, [f"{script}.py", *flags, f"--output_dir={output_dir}"]
+    before, sys.argv = sys.argv, [f"{script}.py", *map(str, arguments)]
     try:
         importlib.import_module(script).main()
     finally:
         sys.argv = before
+
+
+def run_training(output_dir: Path, flags: list[str], script: str = "train_unconditional") -> Path:
+    """A training script in this process; the run's folder is returned."""
+    run_script(script, *flags, f"--output_dir={output_dir}")
     return output_dir
+
+
+def help_of(script: str) -> str:
+    """What --help prints, in a process of its own, in which it must import nothing heavy.
+
+    That is what would make it slow; a duration would depend on the machine.
+    """
+    heavy = ("torch", "diffusers", "datasets", "accelerate", "matplotlib")
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = ['{script}', '--help']\n"
+        f"try:\n    runpy.run_path('{script}', run_name='__main__')\n"
+        "except SystemExit as stop:\n    print('exit', stop.code)\n"
+        f"print('heavy', [name for name in {heavy} if name in sys.modules])\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.endswith("exit 0\nheavy []\n"), shown
+    return shown
 
 
 @pytest.fixture(scope="session")

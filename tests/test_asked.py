@@ -2,11 +2,11 @@
 
 import csv
 import logging
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_script
 from test_evaluation import network, read_csv  # noqa: F401 (a fixture)
 
 from common.errors import UserError
@@ -39,18 +39,11 @@ def evaluate(network, cache_dir, reader):  # noqa: F811
     """evaluate.py in this process, with a classifier that is there already."""
 
     def run(*flags: str) -> None:
-        from accelerate.state import AcceleratorState
-
-        import evaluate
-
-        AcceleratorState._reset_state(reset_partial_state=True)
         common = [f"--features={network}", f"--cache_dir={cache_dir}", "--dataloader_num_workers=0", "--batch_size=50"]
         sampled = ["--checkpoints", "6", "--num_images=100", "--ddim", "--num_inference_steps=2"]
-        before, sys.argv = sys.argv, ["evaluate.py", *common, *sampled, *flags]
         try:
-            evaluate.main()
+            run_script("evaluate", *common, *sampled, *flags)
         finally:
-            sys.argv = before
             logging.getLogger().handlers.clear()
 
     return run

@@ -28,7 +28,7 @@ from schedulers.ddpm import build_scheduler
 from training.conditioning import ClassCondition, Conditional
 from training.config import parse_conditional_config
 from training.milestones import Milestones, digest_of
-from training.model import build_unet, zero_initialized
+from training.model import build_unet, load_network, zero_initialized
 
 CPU = torch.device("cpu")
 
@@ -138,6 +138,18 @@ def test_the_conditioned_network_has_the_arithmetic_of_the_paper(condition):
         change = (unet(images, t, **inputs).sample - before).flatten(1).abs().amax(1)
     assert change[0] > 1e-3
     assert change[1] == 0
+
+
+def test_text_turns_a_described_network_into_one_that_reads_it(tmp_path):
+    text = {"cross_attention_dim": 24}
+    build_unet(16, 3).save_config(tmp_path)
+    described, own = (
+        json.loads(unet.to_json_string())
+        for unet in (load_network(tmp_path, 16, text), build_unet(16, 3, condition=text))
+    )
+    assert {name: described[name] for name in own if name[0] != "_"} == {
+        name: value for name, value in own.items() if name[0] != "_"
+    }
 
 
 def test_words_behind_the_end_of_a_caption_are_not_read():

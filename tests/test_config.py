@@ -1,12 +1,10 @@
 """Flags, YAML and defaults: one source, and every mistake is one line."""
 
-import subprocess
-import sys
 from typing import get_args, get_type_hints
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, help_of
 
 from common.errors import UserError
 from training.config import (
@@ -188,17 +186,7 @@ def test_every_config_parses(file):
 
 @pytest.mark.parametrize("script", ["train_unconditional.py", "train_conditional.py"])
 def test_help_needs_no_heavy_import(script):
-    """What makes --help slow is importing torch; a duration would depend on the machine."""
-    program = (
-        "import sys, runpy\n"
-        f"sys.argv = ['{script}', '--help']\n"
-        f"try:\n    runpy.run_path('{script}', run_name='__main__')\n"
-        "except SystemExit as stop:\n    print('exit', stop.code)\n"
-        "print('heavy', [name for name in ('torch', 'diffusers', 'datasets', 'accelerate') if name in sys.modules])\n"
-    )
-    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "exit 0" in shown
-    assert "heavy []" in shown
+    shown = help_of(script)
     for heading in ("data:", "network:", "diffusion:", "optimiser:", "output:", "hub:"):
         assert heading in shown
 

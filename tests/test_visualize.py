@@ -1,7 +1,6 @@
 """Pictures: what is drawn is what the formulas and the run say; the files are whole; a mistake is one line."""
 
 import json
-import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, help_of
 from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.torch import save_file
@@ -105,16 +104,7 @@ def test_a_damaged_image_is_named(tmp_path, monkeypatch):
 
 
 def test_help_needs_no_heavy_import():
-    program = (
-        "import sys, runpy\n"
-        "sys.argv = ['visualize.py', '--help']\n"
-        "try:\n    runpy.run_path('visualize.py', run_name='__main__')\n"
-        "except SystemExit as stop:\n    print('exit', stop.code)\n"
-        "print('heavy', [name for name in ('torch', 'diffusers', 'datasets', 'matplotlib') if name in sys.modules])\n"
-    )
-    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "exit 0" in shown
-    assert "heavy []" in shown
+    help_of("visualize.py")
 
 
 # Images dissolving.

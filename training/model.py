@@ -137,6 +137,7 @@ def with_cross_attention(settings: dict[str, object]) -> dict[str, object]:
         name: tuple(block.replace("Attn", "CrossAttn") for block in settings[name])
         for name in ("down_block_types", "up_block_types")
     }
+    types["mid_block_type"] = "UNetMidBlock2DCrossAttn"
     # The number of heads, whatever its name says.
     heads = tuple(max(1, channels // CHANNELS_OF_A_HEAD) for channels in settings["block_out_channels"])
     return {**settings, **types, "attention_head_dim": heads}
@@ -151,7 +152,7 @@ def load_network(
     try:
         settings = kind.load_config(name_or_path)
         if reads_text(condition) and settings.get("_class_name") == "UNet2DModel":
-            raise ValueError("a UNet2DModel cannot read text")
+            settings = with_cross_attention(settings)
         unet = kind.from_config(settings, **(condition or {})).eval()
         size, halvings = unet.config.sample_size, len(unet.config.block_out_channels) - 1
     except Exception as error:  # diffusers raises whatever a wrong entry runs into

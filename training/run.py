@@ -27,7 +27,7 @@ from training.milestones import Milestones
 from training.model import build_training_unet, check_network
 from training.optimizer import build_ema, build_optimizer, learning_rate_schedule
 from training.output import check_disk, check_output_dir, open_run
-from training.publish import check_push
+from training.publish import check_push, publish
 from training.timesteps import TimestepSampling, build_sampler, build_weighting
 from training.tracking import Tracking
 
@@ -103,6 +103,18 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
         scaler=processes.accelerator.scaler,
     )
     return Run(config, processes, condition, batch, batches, scheduler, state, total_steps)
+
+
+def carry_out(run: Run) -> None:
+    """What follows once a run is put together, whatever the network is told."""
+    announce(run)
+    if run.config.dry_run:
+        return
+    train_to_the_end(run)
+    # A card, and the Hub if asked, which the other processes need not wait for.
+    run.processes.finish()
+    if run.processes.is_main:
+        publish(run.config, run.state)
 
 
 def announce(run: Run) -> None:
