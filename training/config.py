@@ -99,7 +99,9 @@ class NetworkOptions:
     _argument_group_name = "network"
 
     model_config_name_or_path: str | None = option(
-        None, "UNet2DModel configuration instead of the paper's network for this resolution."
+        None,
+        "UNet2DModel configuration instead of the paper's network for this resolution; reading text, its attention is "
+        "to the words too. A UNet2DConditionModel's also reads text.",
     )
     dropout: float = option(0.1, "Dropout in the residual blocks of the paper's network.")
 
