@@ -209,8 +209,7 @@ def start_processes(mixed_precision: str, allow_tf32: bool) -> Processes:
     processes = Processes(accelerator)
     set_up_logging(processes.is_main)
     logger.info(accelerator.state)
-    if processes.device.type == "cpu":
-        _set_threads(processes)
+    _set_threads(processes)  # on GPUs too: distances and statistics are computed on the CPU
     # Both ways: torch allows it for convolutions by default, some containers allow it everywhere.
     torch.backends.cuda.matmul.allow_tf32 = allow_tf32
     torch.backends.cudnn.allow_tf32 = allow_tf32

@@ -19,7 +19,7 @@ from evaluation.images import batches_of
 from evaluation.metrics import Moments, frechet_distance
 from evaluation.results import KEYS, as_csv
 from evaluation.statistics import MOST_FEATURES_KEPT
-from generation.conditions import condition_of, read_condition
+from generation.conditions import conditions_at, read_condition
 from generation.models import CONFIG
 from generation.options import ConditionOptions
 from image_data.annotations import find_captions, find_labels, templates_filled
@@ -43,46 +43,67 @@ FEWEST_OF_A_CLASS = 10
 
 
 class Asked:
-    """The classes of a run's images, a classifier of them, and what samples are told to show.
+    """The classes of real images, a classifier of them, and what `count` samples are told to show.
 
-    The image of seed s is of class s % n, or has the prompt of that class, or of that caption.
+    They are told the classes in the proportions of the real images, or the prompts of these classes, or captions of the
+    images: samples must be as various as these to be compared with them. `told` is the run's own description.
     """
 
-    def __init__(self, run_dir: Path, real: EncodedImages, num_workers: int, cache_dir: Path, processes: Processes):
+    def __init__(
+        self,
+        run_dir: Path,
+        told: dict[str, object],
+        real: EncodedImages,
+        count: int,
+        num_workers: int,
+        cache_dir: Path,
+        processes: Processes,
+    ):
         self.config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
-        self.processes, self.classifier = processes, None
-        self.prompts: list[str] = []
+        self.processes, self.classifier, self.count = processes, None, count
         rows = torch.as_tensor(real.rows)
         by_text = self.config["condition"] == "text"
         captions = find_captions(real.files, self.config["caption_column"]) if by_text else None
         if captions is not None and not self.config["caption_template"]:
-            # The captions of the images themselves: samples must be as various as these to be compared with them.
-            self.prompts = [captions[row][0] for row in rows.tolist()]
+            self.told = {
+                "prompt": [captions[row][0] for row in rows[torch.as_tensor(spread(len(rows), count))].tolist()]
+            }
             return
         found = find_labels(real.files, self.config["label_column"])
         self.names, self.labels = found.names, found.of_row[rows]
+        if not by_text and self.names != told["class_names"]:
+            raise UserError(
+                f"the classes of {real.name} are not those that the run knows: {', '.join(self.names[:10])}"
+            )
+        sizes = torch.bincount(self.labels, minlength=len(self.names))
+        # Classes of one size take turns, as those of generate.py do, whose images can then be used.
+        in_turn, self.asked = torch.arange(count) % len(self.names), in_proportion(sizes, count)
+        is_even = torch.equal(*(torch.bincount(some, minlength=len(self.names)) for some in (in_turn, self.asked)))
+        if is_even:
+            self.asked = in_turn
+        said = self.names
         if by_text:
-            self.prompts = [several[0] for several in templates_filled(self.config["caption_template"], self.names)]
+            said = [several[0] for several in templates_filled(self.config["caption_template"], self.names)]
+        told_in_turn = said if is_even else [said[label] for label in self.asked.tolist()]
+        self.told = {"prompt" if by_text else "class_labels": told_in_turn}
         chosen = torch.as_tensor(spread(len(real), MOST_READ))
-        with processes.main_first():
+        classifier = None
+        if processes.is_main:  # the images take memory that the others need not spend as well
             pixels = torch.cat([images for _, images in batches_of(real, chosen, 256, num_workers)])
-            self.classifier = load_classifier(pixels, self.labels[chosen], cache_dir, processes.device)
+            classifier = load_classifier(pixels, self.labels[chosen], cache_dir, processes.device)
+            classifier.network.cpu()
+        self.classifier = processes.collect(classifier)[0]
+        self.classifier.network.to(processes.device)
 
-    def conditions(self, model: SavedModel, scales: list[float], num_images: int) -> list[NoCondition]:
-        """What the model is told, at each guidance scale."""
-        prompts = self.prompts
-        if self.classifier is None:
-            prompts = [prompts[index] for index in spread(len(prompts), num_images)]
-        return [
-            condition_of(ConditionOptions(prompt=prompts, guidance_scale=scale), model, self.processes.device)
-            for scale in scales
-        ]
+    def conditions(self, model: SavedModel, scales: list[float]) -> list[NoCondition]:
+        """What the models of a run are told, at each guidance scale."""
+        return conditions_at(scales, ConditionOptions(**self.told), model, self.processes.device)
 
-    def columns(self, count: int) -> list[str]:
+    def columns(self) -> list[str]:
         """The names under which `measure` will file what it finds."""
         if self.classifier is None:
             return []
-        return [f"as_asked@{count}", f"classifier_accuracy@{self.classifier.num_held_out}"]
+        return [f"as_asked@{self.count}", f"classifier_accuracy@{self.classifier.num_held_out}"]
 
     def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass the samples on, and note what class each is read as."""
@@ -93,16 +114,16 @@ class Asked:
                 self._read.append(self.classifier.classes_of(images))
             yield indices, images
 
-    def measure(self, count: int) -> dict[str, float]:
+    def measure(self) -> dict[str, float]:
         """The share of samples that show what was asked for; all processes must ask."""
         if self.classifier is None:
             return {}
         indices, read = (self.processes.gather_rows(torch.cat(parts)) for parts in (self._indices, self._read))
         if not self.processes.is_main:
             return {}
-        self._right = (read == indices % len(self.names))[indices.argsort()]
+        self._right = read[indices.argsort()] == self.asked
         values = self._right.double().mean().item(), self.classifier.accuracy
-        return dict(zip(self.columns(count), values, strict=True))
+        return dict(zip(self.columns(), values, strict=True))
 
     def measure_classes(
         self, network: FeatureNetwork, generated: Features, reference: Statistics
@@ -111,10 +132,9 @@ class Asked:
         if self.classifier is None or reference.features is None:
             return []
         labels = self.labels[torch.as_tensor(spread(len(self.labels), MOST_FEATURES_KEPT))]
-        asked = torch.arange(generated.count) % len(self.names)
         rows = []
         for label, name in enumerate(self.names):
-            samples, real = generated.features[asked == label], reference.features[labels == label]
+            samples, real = generated.features[self.asked == label], reference.features[labels == label]
             if min(len(samples), len(real)) < FEWEST_OF_A_CLASS:
                 logger.warning("Class %s: %d samples, %d real images are too few", name, len(samples), len(real))
                 continue
@@ -123,11 +143,22 @@ class Asked:
                     "class": name,
                     "metric": network.column("fid", len(samples)),
                     "value": frechet_distance(moments_of(samples), moments_of(real)),
+                    "samples": len(samples),
                     "real_images": len(real),
-                    "as_asked": self._right[asked == label].double().mean().item(),
+                    "as_asked": self._right[self.asked == label].double().mean().item(),
                 }
             )
         return rows
+
+
+def in_proportion(sizes: torch.Tensor, count: int) -> torch.Tensor:
+    """Classes in turn, `count` in all, so that each has its share among the first of them, however many.
+
+    Webster's method: the k-th of class c comes at (k + 1/2) / sizes[c].
+    """
+    most = int((count + len(sizes) / 2) * sizes.max() / sizes.sum()) + 2  # of one class, at the most
+    turns = (torch.arange(most, dtype=torch.float64)[:, None] + 0.5) / sizes
+    return turns.flatten().argsort(stable=True)[:count] % len(sizes)
 
 
 def moments_of(features: torch.Tensor) -> Moments:
@@ -152,7 +183,7 @@ def add_classes(output_dir: Path, measured: Measured, classes: list[dict[str, ob
     what = {name: "" if value is None else str(value) for name, value in asdict(measured).items()}
     rows = [row for row in rows if any(row[name] != what[name] for name in KEYS)]
     rows += [{**what, **row} for row in classes]
-    write_atomically(path, as_csv([*KEYS, "class", "metric", "value", "real_images", "as_asked"], rows))
+    write_atomically(path, as_csv([*KEYS, "class", "metric", "value", "samples", "real_images", "as_asked"], rows))
 
 
 def describe_classes(classes: list[dict[str, object]]) -> str:

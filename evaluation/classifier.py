@@ -80,7 +80,7 @@ def hold_out(labels: torch.Tensor) -> torch.Tensor:
 
 def build_network(channels: int, size: int, num_classes: int) -> nn.Module:
     """Two convolutions for each halving of the image."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers, width = [], 32
         while True:

@@ -14,7 +14,8 @@ import numpy
 import torch
 
 from common.cores import usable_cores
-from common.errors import UserError
+from common.devices import Arriving, to_device
+from common.errors import UserError, first_line
 from common.progress import progress_bar
 from evaluation.metrics import Moments
 
@@ -62,7 +63,7 @@ def extract(
     with bar, torch.inference_mode():
         for indices, *inputs in _resized_ahead(networks, batches, processes):
             for one, pixels in zip(passes, inputs, strict=True):
-                one.add(indices, pixels.to(processes.device, non_blocking=True))
+                one.add(indices, to_device(pixels, processes.device))
             bar.update(len(indices))
         results = [one.finish(processes) for one in passes]
     for features in results:
@@ -71,20 +72,44 @@ def extract(
     return results
 
 
-def compile_networks(networks: list[FeatureNetwork], count: int) -> None:
-    """Compile where there are images enough. All modes share one network."""
-    if count >= WORTH_COMPILING:
-        for network in {id(one.network): one.network for one in networks}.values():
-            network.compile()
+def compile_networks(
+    networks: list[FeatureNetwork], size: tuple[int, int], batch_size: int, count: int, processes: Processes
+) -> None:
+    """Compile where there are images enough; where that is not possible, go on without. All modes share one network."""
+    if count < WORTH_COMPILING:
+        return
+    as_they_are = [one.network for one in networks]
+    compiled = {id(network): torch.compile(network) for network in as_they_are}
+    for one, network in zip(networks, as_they_are, strict=True):
+        one.network = compiled[id(network)]
+    try:
+        _seconds_per_batch(networks, size, batch_size, processes)
+    except Exception as error:  # no compiler on this machine, for example
+        logger.warning("The feature network is not compiled: %s", first_line(error))
+        for one, network in zip(networks, as_they_are, strict=True):
+            one.network = network
 
 
 def announce_speed(
     networks: list[FeatureNetwork], size: tuple[int, int], batch_size: int, count: int, processes: Processes
 ) -> None:
-    """Say before the first image how long so many will take; the first pass, which also compiles, is not counted."""
+    """Say before the first image how long so many will take."""
     share = -(-count // processes.count)
     if share < WORTH_TIMING:
         return
+    seconds = _seconds_per_batch(networks, size, batch_size, processes) * share / batch_size
+    logger.info(
+        "About %.0f images a second: %d images take about %d min %02d s",
+        count / seconds,
+        count,
+        *divmod(round(seconds), 60),
+    )
+
+
+def _seconds_per_batch(
+    networks: list[FeatureNetwork], size: tuple[int, int], batch_size: int, processes: Processes
+) -> float:
+    """Resizing and computing one image many times over; the first time, which may take long, is not counted."""
     image = numpy.zeros((*size, 3), numpy.uint8)
     start = 0.0
     with torch.inference_mode():
@@ -94,13 +119,7 @@ def announce_speed(
                 pixels = torch.from_numpy(image if network.resize is None else network.resize(image))
                 network.compute(pixels.permute(2, 0, 1).expand(batch_size, -1, -1, -1).to(processes.device))
             processes.synchronize()
-    seconds = (time.perf_counter() - start) * share / batch_size
-    logger.info(
-        "About %.0f images a second: %d images take about %d min %02d s",
-        count / seconds,
-        count,
-        *divmod(round(seconds), 60),
-    )
+    return time.perf_counter() - start
 
 
 def _resized_ahead(
@@ -139,7 +158,7 @@ class _Pass:
         self.sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.indices: list[torch.Tensor] = []
         self.kept: dict[str, list[torch.Tensor]] = collections.defaultdict(list)
-        self._last: dict[str, torch.Tensor] = {}
+        self._last: dict[str, Arriving] = {}
 
     def add(self, indices: torch.Tensor, images: torch.Tensor) -> None:
         padded = _padded(images, self.batch_size)
@@ -148,14 +167,14 @@ class _Pass:
             self._say_error(padded, outputs["features"])
         outputs = {name: output[: len(images)] for name, output in outputs.items()}
         for name in outputs.keys() & {"features", "spatial"}:
-            values = outputs[name].to(self.summing, torch.float64)
+            values = outputs[name].to(self.summing).double()
             width = values.shape[1]
             total, outer = self.sums.setdefault(name, (values.new_zeros(width), values.new_zeros(width, width)))
             total += values.sum(dim=0)
             outer.addmm_(values.T, values)
-        # One batch late: by then the device has computed it, and the copy waits for nothing.
+        # One batch late: by then the copy has arrived, and the device has this batch to compute.
         self._keep()
-        self._last = {name: output for name, output in outputs.items() if name != "spatial"}
+        self._last = {name: Arriving(output) for name, output in outputs.items() if name != "spatial"}
         self.indices.append(indices)
 
     def _say_error(self, images: torch.Tensor, features: torch.Tensor) -> None:
@@ -170,7 +189,7 @@ class _Pass:
 
     def _keep(self) -> None:
         for name, output in self._last.items():
-            self.kept[name].append(output.cpu())
+            self.kept[name].append(output.get().clone())  # out of pinned memory, of which there is little
         self._last = {}
 
     def finish(self, processes: Processes) -> Features:

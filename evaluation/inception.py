@@ -91,11 +91,12 @@ class InceptionV3(nn.Module):
         # sFID's is the first branch of this block (TensorFlow's mixed_6/conv), seven channels of 17 x 17.
         spatial = x[:, :SPATIAL_CHANNELS]
         x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(self.Mixed_6e(x))))
-        features = x.mean(dim=(2, 3)).float()
+        features = x.float().mean(dim=(2, 3))
         outputs = {"features": features, "spatial": spatial.flatten(1).float()}
         if self.fc is not None:
-            # Without its bias, as in the original Inception Score.
-            outputs["logits"] = features @ self.fc.weight.float().T
+            # Without its bias, as in the original Inception Score; in float32 whatever the precision of the rest.
+            with torch.autocast(x.device.type, enabled=False):
+                outputs["logits"] = features @ self.fc.weight.float().T
         return outputs
 
 

@@ -114,10 +114,10 @@ def compare_neighbourhoods(generated: Neighbourhoods, reference: Neighbourhoods)
         balls.append(inside.sum(dim=1))
         covered |= inside.any(dim=0)
     return {
-        "precision": torch.cat(precise).double().mean().item(),
-        "recall": recalled.double().mean().item(),
-        "density": torch.cat(balls).double().mean().item() / COVERAGE_NEIGHBOURS,
-        "coverage": covered.double().mean().item(),
+        "precision": torch.cat(precise).cpu().double().mean().item(),
+        "recall": recalled.cpu().double().mean().item(),
+        "density": torch.cat(balls).cpu().double().mean().item() / COVERAGE_NEIGHBOURS,
+        "coverage": covered.cpu().double().mean().item(),
     }
 
 

@@ -124,6 +124,10 @@ HABITS = {
     "output": "output_dir",
 }
 
+OF_A_RUN = (
+    *("checkpoints", "weights", "keep_images", "batch_size", "guidance_scales"),
+    *("ddpm", "ddim", "scheduler", "num_inference_steps", "skip_schedule", "variance_type"),
+)
 SOURCES = ("generated", "run_dir", "compare")
 REFERENCES = ("real", "dataset_name", "train_data_dir", "statistics")
 
@@ -170,11 +174,14 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError(f"--num_images {options.num_images}: must be at least {FEWEST_IMAGES}")
     if not options.guidance_scales or min(options.guidance_scales) < 0:
         raise UserError("--guidance_scales: one or several numbers, 0 or greater; 1 is no guidance")
-    for name in ("checkpoints", "weights", "keep_images", "batch_size", "ddim", "scheduler", "num_inference_steps"):
-        if getattr(options, name) and not options.run_dir:
+    defaults = EvaluationOptions()
+    for name in OF_A_RUN:
+        if getattr(options, name) != getattr(defaults, name) and not options.run_dir:
             raise UserError(f"--{name} goes with --run_dir")
-    if options.guidance_scales != [1.0] and not options.run_dir:
-        raise UserError("--guidance_scales goes with --run_dir")
+    if options.compare and options.num_images:
+        raise UserError("--num_images goes with --generated or --run_dir; --compare reads what has been measured")
+    if options.run_dir and options.resolution:
+        raise UserError("--resolution: the real images are brought to the resolution of the run")
     # Before networks are loaded, which can take a minute.
     for name in ("generated", "run_dir", "real", "train_data_dir", "statistics", "inception_weights"):
         value = getattr(options, name)

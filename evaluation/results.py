@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -12,6 +13,8 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.files import write_atomically
+
+logger = logging.getLogger(__name__)
 
 RESULTS, BEST, AS_JSON = "evaluation_results.csv", "best_scores.csv", "evaluation_results.json"
 LOWER_IS_BETTER = ("fid", "sfid", "kid", "fd", "kd")
@@ -34,10 +37,13 @@ class Measured:
     images: str  # the checkpoint's or folder's name
     sha256: str  # of the weights, or of the images where there are no weights
     reference: str
+    reference_fingerprint: str
     precision: str
 
 
 KEYS = tuple(entry.name for entry in fields(Measured))
+# What makes two rows points of one line, besides the number of images.
+METHOD = ("weights", "sampler", "steps", "settings", "reference", "reference_fingerprint", "precision")
 
 
 def read_results(output_dir: Path) -> list[Row]:
@@ -68,11 +74,24 @@ def add_result(output_dir: Path, measured: Measured, metrics: dict[str, float]) 
     row.update(metrics)
     rows.sort(key=lambda one: (one["step"] is None, one["step"] or 0, one["num_images"], str(one["sampler"])))
     output_dir.mkdir(parents=True, exist_ok=True)
+    _write(output_dir, rows)
+    return rows
+
+
+def forget_replaced(output_dir: Path, weights: dict[tuple[int | None, str], str]) -> None:
+    """Drop what was measured of a step whose weights, of this hash, are others by now: two runs are not one line."""
+    rows = read_results(output_dir)
+    kept = [row for row in rows if weights.get((row["step"], row["weights"]), row["sha256"]) == row["sha256"]]
+    if len(kept) < len(rows):
+        logger.warning("%d rows of %s are of earlier weights and are removed", len(rows) - len(kept), RESULTS)
+        _write(output_dir, kept)
+
+
+def _write(output_dir: Path, rows: list[Row]) -> None:
     columns = [*KEYS, *metric_columns(rows)]
     write_atomically(output_dir / RESULTS, as_csv(columns, rows))
     write_atomically(output_dir / AS_JSON, json.dumps([_without_blanks(one) for one in rows], indent=2) + "\n")
     write_atomically(output_dir / BEST, as_csv(["metric", "best", *KEYS], best_scores(rows)))
-    return rows
 
 
 def metric_columns(rows: list[Row]) -> list[str]:
@@ -82,28 +101,38 @@ def metric_columns(rows: list[Row]) -> list[str]:
 
 
 def best_scores(rows: list[Row]) -> list[Row]:
-    """For every metric its best row. A spread has no best."""
+    """For every metric and method its best row. A spread has no best, nor has what is not of the samples."""
     best = []
     for name in metric_columns(rows):
-        scored = [row for row in rows if row.get(name) is not None]
-        if scored and not name.partition("@")[0].endswith("_std"):
-            choose = min if is_lower_better(name) else max
-            winner = choose(scored, key=lambda row: row[name])
-            best.append({"metric": name, "best": winner[name], **{key: winner[key] for key in KEYS}})
+        if name.partition("@")[0].endswith("_std") or name.startswith("classifier_accuracy@"):
+            continue
+        methods: dict[tuple, list[Row]] = {}
+        for row in rows:
+            if row.get(name) is not None:
+                methods.setdefault(method_of(row), []).append(row)
+        choose = min if is_lower_better(name) else max
+        winners = [choose(scored, key=lambda row: row[name]) for scored in methods.values()]
+        best += [{"metric": name, "best": winner[name], **{key: winner[key] for key in KEYS}} for winner in winners]
     return best
+
+
+def method_of(row: Row) -> tuple:
+    """How a row was measured: only what agrees in this can be compared."""
+    return tuple(row[part] for part in METHOD)
 
 
 def is_lower_better(name: str) -> bool:
     return re.split("[_@]", name)[0] in LOWER_IS_BETTER
 
 
-def log_to_tensorboard(logs: Path, step: int, metrics: dict[str, float]) -> None:
-    """Scalars beside the training's curves; in a folder of their own, since a resumed training purges its own."""
+def log_to_tensorboard(logs: Path, measured: Measured, metrics: dict[str, float]) -> None:
+    """Scalars beside the training's curves: a folder for every method, since a curve must not join two of them."""
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(logs / "evaluation") as writer:
+    parts = [str(part) for part in method_of(asdict(measured)) if part not in (None, "no")]
+    with SummaryWriter(logs / "evaluation" / re.sub(r"[^\w.=]+", "-", " ".join(parts))) as writer:
         for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, measured.step)
 
 
 def describe_result(measured: Measured, metrics: dict[str, float]) -> str:
@@ -127,7 +156,11 @@ def describe_result(measured: Measured, metrics: dict[str, float]) -> str:
 
 def describe_rows(rows: list[Row], count: int) -> str:
     """The headline numbers of every row with this many images, as a table."""
-    names = [name for name in metric_columns(rows) if name.endswith(f"@{count}") and "_std@" not in name]
+    names = [
+        name
+        for name in metric_columns(rows)
+        if (name.endswith(f"@{count}") and "_std@" not in name) or name.startswith("classifier_accuracy@")
+    ]
     shown = [row for row in rows if row["num_images"] == count]
     scales = {id(row): scale_of(row) for row in shown}
     guided = ["guidance"] if any(scale is not None for scale in scales.values()) else []

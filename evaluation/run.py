@@ -14,20 +14,21 @@ import yaml
 
 from common import interruption
 from common.checkpoints import WEIGHTS, checkpoints
+from common.errors import UserError
 from common.files import sha256
-from evaluation.images import EncodedImages, as_rgb
+from evaluation.images import EncodedImages, as_rgb, open_images
 from evaluation.results import Measured
 from generation.engine import Job, Pace, choose_batch_size, generate, generate_images
 from generation.models import CONFIG, METRICS, PIPELINE, SavedModel, find_models, output_folder
 from generation.options import GenerationOptions
-from generation.output import open_collections, read_record
+from generation.output import RECORD, open_collections, read_record
 from generation.pictures import draw_pictures
 from image_data.sources import load_images
 
 if TYPE_CHECKING:
     from common.processes import Processes
     from evaluation.images import Batch, ImageSet
-    from evaluation.options import EvaluationOptions
+    from evaluation.statistics import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -65,23 +66,23 @@ def _pipeline_beside(run: Path, models: list[SavedModel]) -> list[SavedModel]:
     return [replace(models[-1], name="pipeline", **beside)]
 
 
-def training_images(run_dir: str, options: EvaluationOptions, num_workers: int) -> EncodedImages:
-    """The very images that a run was trained on, at its resolution, cropped at the centre."""
+def training_images(run_dir: str, split: str, cache_dir: str | None, num_workers: int) -> EncodedImages:
+    """The very images that a run was trained on, or of another split, at its resolution, cropped at the centre."""
     config = yaml.safe_load((Path(run_dir).expanduser() / CONFIG).read_text(encoding="utf-8"))
     source = load_images(
         dataset_name=config["dataset_name"],
         dataset_config_name=config["dataset_config_name"],
         train_data_dir=config["train_data_dir"],
-        split=options.split,
+        split=split,
         image_column=config["image_column"],
-        cache_dir=options.cache_dir,
+        cache_dir=cache_dir,
         max_train_samples=config["max_train_samples"],
     )
     images = EncodedImages(source, config["resolution"], int(config["channels"]))
     return images.without_bad(num_workers) if config["on_bad_image"] == "skip" else images
 
 
-def measured_of(job: Job, num_images: int, reference: str, precision: str) -> Measured:
+def measured_of(job: Job, num_images: int, reference: Identity, precision: str) -> Measured:
     return Measured(
         step=job.model.step,
         train_seconds=job.model.train_seconds,
@@ -89,13 +90,14 @@ def measured_of(job: Job, num_images: int, reference: str, precision: str) -> Me
         num_images=num_images,
         images=job.model.name,
         sha256=job.model.sha256,
-        reference=reference,
+        reference=reference.describe(),
+        reference_fingerprint=reference.short_fingerprint,
         precision=precision,
         **_named_settings(job.method.settings | job.condition.settings),
     )
 
 
-def measured_images(named: str, images: ImageSet, num_images: int, reference: str, precision: str) -> Measured:
+def measured_images(named: str, images: ImageSet, num_images: int, reference: Identity, precision: str) -> Measured:
     """What is known of a set of images; of a folder of generate.py's that is much."""
     record = read_record(Path(named).expanduser()) if Path(named).expanduser().is_dir() else None
     nothing = {"sampler": None, "steps": None, "settings": None}
@@ -105,8 +107,9 @@ def measured_images(named: str, images: ImageSet, num_images: int, reference: st
         weights=record and record["weights"],
         num_images=num_images,
         images=Path(named).name if record else images.name,
-        sha256=record["sha256"] if record else images.fingerprint,
-        reference=reference,
+        sha256=images.fingerprint,
+        reference=reference.describe(),
+        reference_fingerprint=reference.short_fingerprint,
         precision=precision,
         **(_named_settings({name: record.get(name) for name in METHOD_SETTINGS}) if record else nothing),
     )
@@ -131,7 +134,15 @@ def kept_images(job: Job, num_images: int, precision: str) -> Path | None:
     settings = job.method.settings | job.condition.settings
     same_method = all(record.get(name) == value for name, value in settings.items())
     first, _, last = record["seeds"].partition(",")[0].partition("-")
-    return folder if same_method and first == "0" and int(last or 0) + 1 >= num_images else None
+    if not same_method or first != "0" or int(last or 0) + 1 < num_images:
+        return None
+    found = len(open_images(str(folder), "--run_dir"))
+    if found != record["images"]:
+        raise UserError(
+            f"{folder} holds {found} images, but {record['images']} according to its {RECORD}: move it away, or "
+            f"complete it with the generate.py command that made it"
+        )
+    return folder
 
 
 def keep_images(
@@ -146,14 +157,12 @@ def keep_images(
     options = GenerationOptions(batch_size=batch_size)
     how = {"precision": precision, "allow_tf32": False, "channels_last": _channels_last(precision, processes)}
     with interruption.deferred():
-        (collection,), batch_size = open_collections(
-            [job],
-            [folder],
-            seeds,
-            options,
-            {**how, "compile": False},
-            processes,
-        )
+        try:
+            (collection,), batch_size = open_collections(
+                [job], [folder], seeds, options, {**how, "compile": False}, processes
+            )
+        except UserError as error:
+            raise UserError(f"--keep_images, whose folder must be moved away first: {error}") from error
         pace = Pace(batch_size, how["channels_last"])
         with collection.writer:
             for _, batch, images in generate([collection.job], processes, pace):

@@ -13,6 +13,7 @@ import yaml
 from common import interruption
 from common.cores import default_num_workers
 from common.errors import UserError
+from common.files import make_folder
 from evaluation.asked import Asked, add_classes, check_unconditional, describe_classes
 from evaluation.curves import draw_guidance, draw_run
 from evaluation.features import announce_speed, compile_networks, extract
@@ -26,6 +27,7 @@ from evaluation.results import (
     describe_result,
     describe_rows,
     find_row,
+    forget_replaced,
     log_to_tensorboard,
     read_results,
 )
@@ -39,11 +41,12 @@ from evaluation.run import (
     training_images,
 )
 from evaluation.statistics import Statistics, named_statistics, reference_statistics, save_statistics
-from generation.conditions import NoCondition, read_condition
+from generation.conditions import ALL, NoCondition, conditions_at, read_condition
 from generation.engine import Job
 from generation.models import CONFIG
-from generation.options import build_method
-from image_data.sources import load_images
+from generation.options import ConditionOptions, build_method
+from generation.output import RECORD
+from image_data.sources import load_images, spread
 from training.publish import update_evaluation
 
 if TYPE_CHECKING:
@@ -68,7 +71,7 @@ class Session:
         self.num_workers = options.dataloader_num_workers
         if self.num_workers is None:
             self.num_workers = default_num_workers(processes.local_count)
-        self.prepared = False
+        self.prepared, self.announced = False, None
         if not self._has_score:
             logger.info(
                 "No Inception Score: the Inception network found here has no last layer. inception-2015-12-05.pt has "
@@ -89,37 +92,51 @@ class Session:
             raise UserError(f"--num_images {count}: there are only {len(images)} images in {options.generated}")
         if count < FEWEST_IMAGES:
             raise UserError(f"--generated {options.generated}: {count} images, at least {FEWEST_IMAGES} are needed")
-        reference = self._reference(images.size, images.is_grey())
+        output_dir = self._output_dir(None)
+        _, reference = self._reference(images.size, images.is_grey(), count)
         measured = None
         if self.processes.is_main:
-            description = reference[0].identity.describe()
-            measured = measured_images(options.generated, images, count, description, options.mixed_precision)
+            identity = reference[0].identity
+            measured = measured_images(options.generated, images, count, identity, options.mixed_precision)
         self._prepare(count, images.size)
-        output_dir = Path(options.output_dir) if options.output_dir else None
-        self._measure(measured, count, self._batches_of(images, count), images.name, reference, output_dir)
+        # generate.py's are in the order of their seeds; of others the first by name may all be of one kind.
+        is_ours = (Path(options.generated).expanduser() / RECORD).is_file()
+        chosen = torch.arange(count) if is_ours else torch.as_tensor(spread(len(images), count))
+        self._measure(measured, count, self._batches_of(images, chosen), images.name, reference, output_dir)
 
     def measure_run(self) -> None:
         """Every checkpoint of a run that has not been measured in this way."""
         options, processes = self.options, self.processes
         run_dir = Path(options.run_dir).expanduser()
-        output_dir = Path(options.output_dir) if options.output_dir else run_dir
+        output_dir = self._output_dir(run_dir)
         models = models_of(options.run_dir, options.checkpoints, options.weights) if processes.is_main else None
         models = processes.collect(models)[0]
         count = DEFAULT_IMAGES if options.num_images is None else options.num_images
+        methods = [build_method(options, model) for model in models]
+        for model in models:
+            check_unconditional(model, options.guidance_scales)
         channels, *size = models[0].shape
-        reference = self._reference(tuple(size), is_grey=channels == 1)
-        jobs, asked = self._jobs_of(models, count, tuple(size))
+        images, reference = self._reference(
+            tuple(size), channels == 1, count * len(models) * len(options.guidance_scales)
+        )
+        asked, conditions = self._asked(models[0], images, count)
+        if processes.is_main and output_dir == run_dir:
+            forget_replaced(output_dir, {(model.step, model.weights): model.sha256 for model in models})
+        jobs = [
+            Job(model, method, condition=condition)
+            for model, method in zip(models, methods, strict=True)
+            for condition in conditions
+        ]
         for number, job in enumerate(jobs, start=1):
             measured, done = None, False
             if processes.is_main:
-                description = reference[0].identity.describe()
-                measured = measured_of(job, count, description, options.mixed_precision)
+                measured = measured_of(job, count, reference[0].identity, options.mixed_precision)
                 row = find_row(read_results(output_dir), measured)
                 wanted = [
                     column
                     for network, statistics in zip(self.networks, reference, strict=True)
                     for column in columns_of(network, count, statistics)
-                ] + (asked.columns(count) if asked else [])
+                ] + (asked.columns() if asked else [])
                 done = row is not None and all(row.get(column) is not None for column in wanted)
             named = " ".join(filter(None, [job.model.name, job.condition.guidance.name]))
             if processes.collect(done)[0]:
@@ -134,9 +151,9 @@ class Session:
                     f"{str(stop).partition(':')[0]}: stopped at {named}; the ones before it are in "
                     f"{output_dir / RESULTS}; start the same command again to continue"
                 ) from stop
-            if processes.is_main and job.model.step is not None and job.condition.guidance.scale == 1:
+            if processes.is_main and job.model.step is not None:
                 config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
-                log_to_tensorboard(output_dir / config["logging_dir"], job.model.step, metrics)
+                log_to_tensorboard(output_dir / config["logging_dir"], measured, metrics)
         if processes.is_main:
             rows = read_results(output_dir)
             print(f"\n{describe_rows(rows, count)}\n")
@@ -144,35 +161,55 @@ class Session:
                 logger.info("Drew %s", picture)
             update_evaluation(output_dir)
 
-    def _jobs_of(self, models: list[SavedModel], count: int, size: tuple[int, int]) -> tuple[list[Job], Asked | None]:
-        """Every model at every guidance scale, and for a conditional run what its samples are to show."""
-        options, asked, jobs = self.options, None, []
-        if read_condition(models[0]) is not None:
+    def _output_dir(self, default: Path | None) -> Path | None:
+        """Where results go; made now, not after an hour's work."""
+        path = Path(self.options.output_dir).expanduser() if self.options.output_dir else default
+        if path is not None and self.processes.is_main:
+            make_folder(path)
+        return path
+
+    def _asked(self, model: SavedModel, images: ImageSet | None, count: int) -> tuple[Asked | None, list[NoCondition]]:
+        """For a conditional run what its samples are to show, and what they are told at every guidance scale."""
+        options, told = self.options, read_condition(model)
+        if told is None:
+            return None, [NoCondition()]
+        try:
+            real = images
+            if not self._reference_is_labelled:
+                real = training_images(options.run_dir, "train", options.cache_dir, self.num_workers)
             run_dir = Path(options.run_dir).expanduser()
-            real = training_images(options.run_dir, options, self.num_workers)
-            asked = Asked(run_dir, real, self.num_workers, self.cache_dir, self.processes)
-        for model in models:
-            check_unconditional(model, options.guidance_scales)
-            told = asked.conditions(model, options.guidance_scales, count) if asked else [NoCondition()]
-            jobs += [Job(model, build_method(options, model), condition=condition) for condition in told]
-        return jobs, asked
+            asked = Asked(run_dir, told, real, count, self.num_workers, self.cache_dir, self.processes)
+        except UserError as error:
+            if told["condition"] != "class":
+                raise  # without captions there is nothing to draw
+            logger.warning("What the samples show is not looked at: %s", error)
+            every_class = ConditionOptions(class_labels=[ALL])
+            return None, conditions_at(options.guidance_scales, every_class, model, self.processes.device)
+        return asked, asked.conditions(model, options.guidance_scales)
 
     def save_statistics(self) -> None:
         """Only the real images' statistics."""
-        self._reference((self.options.resolution, self.options.resolution), is_grey=None)
+        self._reference((self.options.resolution, self.options.resolution), is_grey=None, others=0)
 
-    def _reference(self, size: tuple[int, int], is_grey: bool | None) -> list[Statistics]:
-        """Statistics to measure against, one for each network; on the main process."""
+    def _reference(
+        self, size: tuple[int, int], is_grey: bool | None, others: int
+    ) -> tuple[ImageSet | None, list[Statistics]]:
+        """The real images, if there are any; and on the main process their statistics, one for each network.
+
+        `others` is how many images are to be measured besides.
+        """
         options, processes = self.options, self.processes
         if options.statistics:
             if not processes.is_main:
-                return []
-            return [
+                return None, []
+            return None, [
                 named_statistics(options.statistics, options.statistics_mode, network, size)
                 for network in self.networks
             ]
         with processes.main_first():
             images = self._real_images(size)
+        if len(images) < FEWEST_IMAGES:
+            raise UserError(f"{images.name}: {len(images)} real images, at least {FEWEST_IMAGES} are needed")
         if tuple(images.size) != tuple(size):
             logger.warning(
                 "The real images are %dx%d, the generated ones %dx%d", *reversed(images.size), *reversed(size)
@@ -191,20 +228,19 @@ class Session:
             self.num_workers,
             processes,
             self.cache_dir,
-            before=lambda: self._prepare(len(images), images.size),
+            before=lambda: self._prepare(len(images), images.size, others),
         )
         if processes.is_main:
             logger.info("Reference: %s", reference[0].identity.describe())
             if options.save_statistics:
                 save_statistics(reference[0], Path(options.save_statistics))
                 logger.info("Its statistics are in %s", options.save_statistics)
-        return reference
+        return images, reference
 
     @property
-    def _is_own_reference(self) -> bool:
-        """Whether the real images are those that the run was trained on, whose classes are known."""
-        options = self.options
-        return not (options.real or options.dataset_name or options.train_data_dir or options.statistics)
+    def _reference_is_labelled(self) -> bool:
+        """Whether the real images are a data set, whose classes or captions are known, and not a folder or less."""
+        return not (self.options.real or self.options.statistics)
 
     def _real_images(self, size: tuple[int, int]) -> ImageSet:
         options = self.options
@@ -223,17 +259,19 @@ class Session:
             )
             images = EncodedImages(source, resolution)
         else:
-            return training_images(options.run_dir, options, self.num_workers)
+            return training_images(options.run_dir, options.split, options.cache_dir, self.num_workers)
         skipping = options.on_bad_image == "skip" and isinstance(images, EncodedImages)
         return images.without_bad(self.num_workers) if skipping else images
 
-    def _prepare(self, count: int, size: tuple[int, int]) -> None:
-        """Before the first image: compile where that pays, and say how long it will take."""
-        if not self.prepared:
-            self.prepared = True
-            if self.options.compile:
-                compile_networks(self.networks, count)
-            announce_speed(self.networks, size, self.options.feature_batch_size, count, self.processes)
+    def _prepare(self, count: int, size: tuple[int, int], others: int = 0) -> None:
+        """Before the first of `count` images, and others later: compile where that pays, and say how long it takes."""
+        batch_size = self.options.feature_batch_size
+        if not self.prepared and self.options.compile:
+            compile_networks(self.networks, size, batch_size, count + others, self.processes)
+        self.prepared = True
+        if self.announced != (count, size):
+            self.announced = count, size
+            announce_speed(self.networks, size, batch_size, count, self.processes)
 
     def _images_of(self, job: Job, count: int) -> tuple[Iterable[Batch], str | None]:
         """Images of a checkpoint, kept or made now, and a name for the bar unless they come with their own."""
@@ -244,13 +282,12 @@ class Session:
             kept = keep_images(job, count, options.batch_size, precision, processes)
         if kept is not None:
             logger.info("Its images are in %s", kept)
-            return self._batches_of(open_images(str(kept), "--run_dir"), count), job.model.name
+            return self._batches_of(open_images(str(kept), "--run_dir"), torch.arange(count)), job.model.name
         largest = options.feature_batch_size
         return generated_batches(job, count, options.batch_size, largest, precision, processes), None
 
-    def _batches_of(self, images: ImageSet, count: int) -> Iterable[Batch]:
-        batch_size = self.options.feature_batch_size
-        return batches_of(images, torch.arange(count), batch_size, self.num_workers, self.processes)
+    def _batches_of(self, images: ImageSet, chosen: torch.Tensor) -> Iterable[Batch]:
+        return batches_of(images, chosen, self.options.feature_batch_size, self.num_workers, self.processes)
 
     def _measure(
         self,
@@ -266,24 +303,25 @@ class Session:
         processes, batch_size = self.processes, self.options.feature_batch_size
         batches = asked.reading(batches) if asked else batches
         extracted = extract(self.networks, batches, count, batch_size, processes, description)
-        metrics = asked.measure(count) if asked else {}
+        metrics = asked.measure() if asked else {}
         if processes.is_main:
             for network, features, statistics in zip(self.networks, extracted, reference, strict=True):
                 metrics |= measure(network, features, statistics, processes.device)
             classes = []
-            if asked and self._is_own_reference:
+            if asked and self._reference_is_labelled:
                 classes = asked.measure_classes(self.networks[0], extracted[0], reference[0])
             print(f"\n{describe_result(measured, metrics)}\n", flush=True)
             if classes:
                 print(f"{describe_classes(classes)}\n", flush=True)
                 add_classes(output_dir, measured, classes)
             dimensions = max(features.features.shape[1] for features in extracted)
-            if count < dimensions:
+            fewest = min([count, *filter(None, [reference[0].identity.count]), *(row["samples"] for row in classes)])
+            if fewest < dimensions:
                 logger.warning(
-                    "FID of %d images is far above that of many: its covariance wants %s at least. Read kid, which is "
-                    "not biased",
-                    count,
+                    "FID of %d images is far above that of many: its covariance wants %s at least%s",
+                    fewest,
                     f"{dimensions:,}",
+                    "" if reference[0].features is None else ". Read kid, which is not biased",
                 )
             if output_dir is not None:
                 add_result(output_dir, measured, metrics)

@@ -59,6 +59,11 @@ class Identity:
         cropped = ", cropped at the centre" if self.cropped else ""
         return f"{self.images}{split}, {self.count} images of {self.width}x{self.height}{cropped}"
 
+    @property
+    def short_fingerprint(self) -> str:
+        """Enough to tell data apart that are called the same."""
+        return self.fingerprint[:8]
+
 
 @dataclass
 class Statistics:

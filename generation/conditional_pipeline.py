@@ -26,8 +26,12 @@ def guide(conditional: torch.Tensor, unconditional: torch.Tensor, scale: float, 
 
 
 @torch.no_grad()
-def encode_prompts(tokenizer, text_encoder, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_prompts(
+    tokenizer, text_encoder, prompts: list[str], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The encoder's last hidden states, [prompts, tokens, width], and which tokens are each prompt's, 1 or 0.
+
+    The encoder computes on the device, which it may be brought to for that alone; the result is on the host.
 
     Prompts of as many tokens are encoded together, without padding: what becomes of one does not depend on the others.
     """
@@ -35,13 +39,13 @@ def encode_prompts(tokenizer, text_encoder, prompts: list[str]) -> tuple[torch.T
     tokens = tokenizer(prompts, truncation=True, max_length=longest)["input_ids"]
     lengths = torch.tensor([len(ids) for ids in tokens])
     mask = torch.arange(lengths.max()) < lengths[:, None]
-    states = torch.zeros(*mask.shape, text_encoder.config.hidden_size, device=text_encoder.device)
+    states = torch.zeros(*mask.shape, text_encoder.config.hidden_size)
     for length in lengths.unique().tolist():
         for some in torch.nonzero(lengths == length).flatten().split(ENCODED_TOGETHER):
-            ids = torch.tensor([tokens[index] for index in some.tolist()], device=text_encoder.device)
+            ids = torch.tensor([tokens[index] for index in some.tolist()], device=device)
             encoded = text_encoder(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
-            states[some.to(states.device), :length] = encoded.to(states.dtype)
-    return states, mask.long().to(states.device)
+            states[some, :length] = encoded.to(states)
+    return states, mask.long()
 
 
 class ConditionalDDPMPipeline(DiffusionPipeline):
@@ -132,5 +136,5 @@ class TextToImageDDPMPipeline(ConditionalDDPMPipeline):
         )
 
     def _encode(self, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        states, mask = encode_prompts(self.tokenizer, self.text_encoder, prompts)
+        states, mask = encode_prompts(self.tokenizer, self.text_encoder, prompts, self._execution_device)
         return states.to(self._execution_device, self.unet.dtype), mask.to(self._execution_device)

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,12 +83,12 @@ class Condition(NoCondition):
         nothing: int,
         guidance: Guidance,
         settings: dict[str, Any],
-        rows: Sequence[int],
+        rows: Sequence[int] | torch.Tensor,
         short: str,
     ):
         self.choices, self.guidance, self.settings, self._short = choices, guidance, settings, short
         self._inputs, self._nothing = inputs, nothing  # of rows of the table of conditions; the row that says nothing
-        self._rows = torch.tensor(rows)  # of each choice
+        self._rows = torch.as_tensor(rows)  # of each choice
 
     @property
     def name(self) -> str:
@@ -116,14 +116,21 @@ class Condition(NoCondition):
 
     def layout(self, seeds: Sequence[int], limit: int | None) -> Layout:
         """With a row for each choice, at most so many; a place is empty where a choice has no more images."""
-        if len(self.choices) == 1:
+        seeds_of: dict[str, list[int]] = {choice: [] for choice in self.choices}
+        if len(seeds_of) == 1:
             return super().layout(seeds, limit)
-        of_choice = [[seed for seed in seeds if seed % len(self.choices) == n] for n in range(len(self.choices))]
-        there = [number for number, some in enumerate(of_choice) if some]
+        for seed in seeds:
+            seeds_of[self.choices[seed % len(self.choices)]].append(seed)
+        there = [choice for choice, some in seeds_of.items() if some]
         shown = [there[position] for position in spread(len(there), limit or len(there))]
-        columns = min(max(map(len, of_choice)), max(1, limit // len(shown)) if limit else len(seeds))
-        rows = [(of_choice[number] + [None] * columns)[:columns] for number in shown]
-        return Layout([seed for row in rows for seed in row], columns, [self.choices[number] for number in shown])
+        columns = min(max(map(len, seeds_of.values())), max(1, limit // len(shown)) if limit else len(seeds))
+        rows = [(seeds_of[choice] + [None] * columns)[:columns] for choice in shown]
+        return Layout([seed for row in rows for seed in row], columns, shown)
+
+    def guided(self, guidance: Guidance) -> Condition:
+        """The same with other guidance."""
+        settings = {**self.settings, **settings_of_guidance(guidance)}
+        return Condition(self.choices, self._inputs, self._nothing, guidance, settings, self._rows, self._short)
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,15 @@ def condition_of(options: ConditionOptions, model: SavedModel, device: torch.dev
     if kind == "class":
         return classes_of(options, condition["class_names"], guidance)
     return prompts_of(options, model, condition, guidance, device)
+
+
+def conditions_at(
+    scales: list[float], options: ConditionOptions, model: SavedModel, device: torch.device
+) -> list[NoCondition]:
+    """The same at several guidance scales; prompts are encoded once."""
+    first = condition_of(replace(options, guidance_scale=scales[0]), model, device)
+    others = [replace(options, guidance_scale=scale) for scale in scales[1:]]
+    return [first, *(first.guided(guidance_of(other, model, read_condition(model))) for other in others)]
 
 
 def check_kind(options: ConditionOptions, model: SavedModel, kind: str | None) -> None:
@@ -224,15 +240,16 @@ def prompts_of(
     unknown = sorted({word for text in (*prompts, negative) for word in words_of(text) if word not in known})
     if unknown:
         logger.warning("Words that no caption of the training had: %s", ", ".join(unknown))
-    states, mask = encode_prompts(*encoder_of(model, condition, device), [*prompts, negative])
+    row_of = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
+    states, mask = encode_prompts(*encoder_of(model, condition, device), [*row_of, negative], device)
     logger.info("Prompts, in turn: %s", "; ".join(prompts[:8]) + ("; ..." if len(prompts) > 8 else ""))
 
     def inputs(rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        rows = rows.to(states.device)
         return {"encoder_hidden_states": states[rows], "encoder_attention_mask": mask[rows]}
 
     settings = {"prompts": prompts, "negative_prompt": negative, **settings_of_guidance(guidance)}
-    return Condition(prompts, inputs, len(prompts), guidance, settings, range(len(prompts)), " ".join(prompts))
+    rows = [row_of[prompt] for prompt in prompts]
+    return Condition(prompts, inputs, len(row_of), guidance, settings, rows, " ".join(prompts))
 
 
 def settings_of_guidance(guidance: Guidance) -> dict[str, Any]:

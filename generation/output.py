@@ -199,7 +199,8 @@ class Collection:
         places = [place for place, seed in enumerate(seeds) if seed in self.missing]
         self.writer.write([seeds[place] for place in places], images[places])
         shown = set(self.shown)
-        self._kept.update({seed: image for seed, image in zip(seeds, images, strict=True) if seed in shown})
+        # Copies: a view would keep, and send to the other processes, the whole batch.
+        self._kept.update({seed: image.clone() for seed, image in zip(seeds, images, strict=True) if seed in shown})
 
     def finish(self, processes: Processes) -> torch.Tensor | None:
         """All images of all processes are there. On the main process the folder is completed; those to be shown."""

@@ -109,10 +109,11 @@ def save_interpolation(job: Job, processes: Processes, first: int, last: int, pa
 
 def spherical(first: torch.Tensor, last: torch.Tensor, fractions: torch.Tensor) -> torch.Tensor:
     """From one noise to another, on the sphere where noise lies: a straight line would leave it by a third."""
-    first, last = first.double(), last.double()
+    device, first, last = first.device, first.cpu().double(), last.cpu().double()  # not every device has float64
     angle = torch.acos((first * last).sum() / (first.norm() * last.norm()))
-    fractions = fractions.double().to(first.device)[:, None, None, None]
-    return ((((1 - fractions) * angle).sin() * first + (fractions * angle).sin() * last) / angle.sin()).float()
+    fractions = fractions.double()[:, None, None, None]
+    between = (((1 - fractions) * angle).sin() * first + (fractions * angle).sin() * last) / angle.sin()
+    return between.float().to(device)
 
 
 def save_nearest(

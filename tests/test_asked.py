@@ -1,6 +1,7 @@
 """evaluate.py on conditional runs: who reads the samples, how well, and what comes of it."""
 
 import csv
+import json
 import logging
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from test_evaluation import network, read_csv  # noqa: F401 (a fixture)
 
 from common.errors import UserError
 from evaluation import classifier
+from evaluation.asked import Asked, in_proportion
 from evaluation.classifier import Classifier, hold_out, load_classifier
 from evaluation.images import EncodedImages, batches_of, open_images
 from image_data.annotations import find_labels
@@ -110,11 +112,68 @@ def test_done_work_is_skipped_and_another_scale_is_added(by_class, class_run, ev
     assert len(rows) == 30
 
 
+def test_against_a_folder_the_classes_are_those_of_the_training(class_run, evaluate, tmp_path, monkeypatch, capsys):
+    """Where the training images are gone, the samples are measured all the same."""
+    evaluate(f"--run_dir={class_run}", f"--output_dir={tmp_path}", "--save_statistics", str(tmp_path / "s.safetensors"))
+    against = f"--statistics={tmp_path / 's.safetensors'}"
+    evaluate(f"--run_dir={class_run}", against, f"--output_dir={tmp_path / 'both'}")
+    (expected,), (found,) = (read_csv(path / "evaluation_results.csv") for path in (tmp_path, tmp_path / "both"))
+    assert {name: found[name] for name in expected if "@" in name} == {
+        name: expected[name] for name in expected if "@" in name
+    }
+    assert not (tmp_path / "both" / "evaluation_per_class.csv").exists()
+
+    def gone(*given):
+        raise UserError("--train_data_dir photos: there is no such folder")
+
+    monkeypatch.setattr("evaluation.session.training_images", gone)
+    evaluate(f"--run_dir={class_run}", against, f"--output_dir={tmp_path / 'alone'}")
+    assert "What the samples show is not looked at: --train_data_dir photos" in capsys.readouterr().err
+    (alone,) = read_csv(tmp_path / "alone" / "evaluation_results.csv")
+    assert (alone["fd_tiny_vision@100"], "as_asked@100" in alone) == (expected["fd_tiny_vision@100"], False)
+
+
 def test_prompts_of_a_run_by_text(text_run, evaluate, tmp_path, capsys):
     evaluate(f"--run_dir={text_run}", f"--output_dir={tmp_path}")
     assert "Prompts, in turn: a handwritten zero; a handwritten one" in capsys.readouterr().err
     (row,) = read_csv(tmp_path / "evaluation_results.csv")
     assert 0 <= float(row["as_asked@100"]) <= 1
+
+
+def test_classes_are_asked_for_in_the_proportions_of_the_data():
+    sizes = torch.tensor([1446, 4863, 0, 2623])
+    asked = in_proportion(sizes, 1000)
+    for count in (1, 10, 99, 1000):
+        had = torch.bincount(asked[:count], minlength=4)
+        assert (had - sizes * count / sizes.sum()).abs().max() < 1
+    assert in_proportion(torch.tensor([120, 120, 120]), 8).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_uneven_classes_are_told_and_read_in_their_proportions(class_run, digits, cache_dir, reader, monkeypatch):
+    from accelerate import PartialState
+
+    from common.processes import start_processes
+
+    uneven = EncodedImages(load_images("digits"), 8, 1)
+    labels = find_labels(uneven.files).of_row
+    uneven.rows = torch.nonzero((labels == 3) | (torch.arange(len(labels)) < 900)).flatten().tolist()
+    monkeypatch.setattr("evaluation.asked.load_classifier", lambda *given: reader)
+    told = json.loads((class_run / "condition.json").read_text())
+    PartialState._reset_state()
+    processes = start_processes("no", allow_tf32=False)
+    asked = Asked(class_run, told, uneven, 60, 0, cache_dir, processes)
+    share = [float((labels[uneven.rows] == digit).float().mean()) for digit in range(10)]
+    assert [abs(asked.told["class_labels"].count(str(digit)) - 60 * share[digit]) < 1 for digit in range(10)] == [
+        True
+    ] * 10
+    # Samples that are what was asked for are read as such.
+    images = torch.stack([digits[0][digits[1] == label][0] for label in asked.asked])
+    list(asked.reading([(torch.arange(60), images)]))
+    right = (reader.classes_of(images) == asked.asked).double().mean().item()
+    assert asked.measure()["as_asked@60"] == right > 0.9
+    other = {**told, "class_names": ["cat", "dog"]}
+    with pytest.raises(UserError, match="the classes of digits are not those that the run knows: 0, 1, 2"):
+        Asked(class_run, other, uneven, 60, 0, cache_dir, processes)
 
 
 def test_guidance_of_a_run_without_a_condition(train, evaluate, tmp_path):
@@ -129,8 +188,8 @@ def test_a_measurement_replaces_its_own_rows_and_no_others(tmp_path):
     from evaluation.asked import add_classes
     from evaluation.results import Measured
 
-    one = Measured(1, 2.0, "ema", "ddim", 5, "guidance_scale=1.0", 10, "checkpoint-1", "ab", "digits", "no")
-    row = {"class": "cat", "metric": "fid@5", "value": 3.5, "real_images": 7, "as_asked": 0.5}
+    one = Measured(1, 2.0, "ema", "ddim", 5, "guidance_scale=1.0", 10, "checkpoint-1", "ab", "digits", "cd", "no")
+    row = {"class": "cat", "metric": "fid@5", "value": 3.5, "samples": 5, "real_images": 7, "as_asked": 0.5}
     add_classes(tmp_path, one, [row])
     add_classes(tmp_path, replace(one, settings="guidance_scale=2.0"), [{**row, "value": 4.5}])
     add_classes(tmp_path, one, [{**row, "value": 2.5}])

@@ -160,7 +160,55 @@ def test_fewer_images_than_fid_needs_are_warned_of(evaluate, generated, real, ca
     assert "far above" not in capsys.readouterr().err
 
 
+def test_some_of_many_images_are_evenly_spread_over_their_folders(evaluate, real, tmp_path):
+    images = draw_images(COUNT, seed=0)
+    chosen = [number * COUNT // 12 for number in range(12)]
+    expected = measure(evaluate, write_folder(tmp_path / "chosen", images[chosen]), real, tmp_path / "expected")
+    for number, part in enumerate(np.split(images, 2)):
+        write_folder(tmp_path / "all" / str(number), part)
+    found = measure(evaluate, tmp_path / "all", real, tmp_path / "found", "--num_images=12")
+    assert metrics_in(found) == metrics_in(expected)
+
+
+def test_two_sets_of_images_of_one_name_have_two_rows(evaluate, real, tmp_path):
+    for seed in (0, 1):
+        folder = write_folder(tmp_path / str(seed) / "samples", draw_images(COUNT, seed=seed))
+        measure(evaluate, folder, real, tmp_path / "results")
+        other = write_folder(tmp_path / str(seed) / "real", draw_images(20, seed=2 + seed))
+        measure(evaluate, real, other, tmp_path / "references")
+    assert len(read_csv(tmp_path / "results" / "evaluation_results.csv")) == 2
+    assert len(read_csv(tmp_path / "references" / "evaluation_results.csv")) == 2
+
+
+def test_a_network_that_cannot_be_compiled_is_used_as_it_is(evaluate, generated, real, tmp_path, monkeypatch, capsys):
+    from evaluation import features
+
+    expected = metrics_in(measure(evaluate, generated, real, tmp_path / "expected"))
+
+    def broken(network):
+        def call(*given):
+            raise RuntimeError("no C compiler")
+
+        return call
+
+    monkeypatch.setattr(features, "WORTH_COMPILING", 10)
+    monkeypatch.setattr(torch, "compile", broken)
+    found = metrics_in(measure(evaluate, generated, real, tmp_path / "found"))
+    assert "The feature network is not compiled: no C compiler" in capsys.readouterr().err
+    assert found == expected
+
+
 class TestErrors:
+    def test_too_few_real_images(self, evaluate, generated, tmp_path):
+        folder = write_folder(tmp_path / "few", draw_images(4, seed=0))
+        with pytest.raises(UserError, match="few: 4 real images, at least 10 are needed"):
+            evaluate(f"--generated={generated}", f"--real={folder}")
+
+    def test_an_output_folder_that_cannot_be_is_said_before_the_work(self, evaluate, generated, real, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(UserError, match="file: this folder cannot be made"):
+            evaluate(f"--generated={generated}", f"--real={real}", f"--output_dir={tmp_path / 'file'}")
+
     def test_fewer_images_than_asked(self, evaluate, generated, real):
         with pytest.raises(UserError, match=r"--num_images 25: there are only 24 images in .*generated"):
             evaluate(f"--generated={generated}", f"--real={real}", "--num_images=25")
@@ -219,6 +267,10 @@ class TestErrors:
             ("--generated=a --real=b --modes legacy", "--modes legacy: choose from legacy_tensorflow, clean"),
             ("--generated=a --real=b --num_images=5", "--num_images 5: must be at least 10"),
             ("--generated=a --real=b --ddim", "--ddim goes with --run_dir"),
+            ("--generated=a --real=b --skip_schedule=quadratic", "--skip_schedule goes with --run_dir"),
+            ("--generated=a --real=b --guidance_scales 1 2", "--guidance_scales goes with --run_dir"),
+            ("--compare a b --num_images=100", "--num_images goes with --generated or --run_dir"),
+            ("--run_dir=a --resolution=64", "--resolution: the real images are brought to the resolution of the run"),
             ("--compare a", "--compare needs two runs or more"),
             ("--generated=a --real=b --save_statistics=c --modes clean legacy_pytorch", "name one, and no"),
             ("--samples=a", "unknown flag --samples=a; did you mean --generated?"),
@@ -319,7 +371,9 @@ class TestRun:
     def test_tensorboard_and_card_have_them_too(self, measured_run):
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        events = EventAccumulator(str(measured_run / "logs" / "evaluation")).Reload()
+        (folder,) = (measured_run / "logs" / "evaluation").iterdir()
+        assert folder.name.startswith("ema-ddim-2-skip_schedule=linear-eta=0.0-digits-train-1797-images")
+        events = EventAccumulator(str(folder)).Reload()
         assert [event.step for event in events.Scalars("fd_tiny_vision@12")] == [2, 4]
         card = (measured_run / "README.md").read_text()
         assert card.count("## Evaluation") == 1
@@ -380,11 +434,30 @@ class TestRun:
         (folder,) = (copy / "generated").iterdir()
         evaluate(f"--generated={folder}", "--dataset_name=digits", f"--output_dir={tmp_path / 'images'}")
         (row,) = read_csv(tmp_path / "images" / "evaluation_results.csv")
-        assert (row["step"], row["sampler"], row["steps"], row["sha256"]) == ("4", "ddim", "2", found["sha256"])
+        assert (row["step"], row["sampler"], row["steps"]) == ("4", "ddim", "2")
         (copy / "evaluation_results.csv").unlink()
         monkeypatch.setattr(session, "generated_batches", None)
         evaluate(f"--run_dir={copy}", *SAMPLED, "--checkpoints", "4")
         assert metrics_in(read_csv(copy / "evaluation_results.csv")[0]) == metrics_in(found)
+
+        # Not if some are gone.
+        removed = folder / "images" / "000003.png"
+        data = removed.read_bytes()
+        removed.unlink()
+        (copy / "evaluation_results.csv").unlink()
+        with pytest.raises(UserError, match="holds 11 images, but 12 according to its samples.json"):
+            evaluate(f"--run_dir={copy}", *SAMPLED, "--checkpoints", "4")
+        removed.write_bytes(data)
+        with pytest.raises(UserError, match="folder must be moved away first: .*batch_size 6 -> 4"):
+            evaluate(
+                f"--run_dir={copy}",
+                *SAMPLED,
+                "--checkpoints",
+                "4",
+                "--keep_images",
+                "--batch_size=4",
+                "--num_images=13",
+            )
 
         # Not those of other weights.
         record = (folder / "samples.json").read_text()
@@ -433,6 +506,7 @@ def row_of(step: int, metrics: dict[str, float], **changes: object) -> dict:
         "num_images": int(next(iter(metrics)).partition("@")[2]),
         "sha256": str(step),
         "reference": "cifar10[train], 50000 images of 32x32, cropped at the centre",
+        "reference_fingerprint": "0123abcd",
         "precision": "no",
     }
     return {**row, **changes, **metrics}
@@ -453,6 +527,28 @@ def test_a_line_joins_points_of_one_number_of_images_and_one_method():
         "fid@5000, ddim, 50 steps": [(2, 18.0)],
         "fid_clean@5000, ddim, 50 steps": [(2, 17.0)],
     }
+
+
+def test_the_best_is_among_rows_that_were_measured_alike(tmp_path):
+    rows = [
+        row_of(1, {"fid@5000": 30.0}),
+        row_of(2, {"fid@5000": 20.0}),
+        row_of(3, {"fid@5000": 25.0}),
+        row_of(1, {"fid@5000": 12.0}, settings="guidance_scale=3.0"),
+        row_of(2, {"fid@5000": 15.0}, reference_fingerprint="ffff0000"),
+    ]
+    write_table(tmp_path, rows)
+    best = [(row["metric"], row["best"], row["step"]) for row in read_csv(tmp_path / "best_scores.csv")]
+    assert sorted(best) == [("fid@5000", "12.0", "1"), ("fid@5000", "15.0", "2"), ("fid@5000", "20.0", "2")]
+
+
+def test_rows_of_weights_that_were_replaced_are_dropped(tmp_path):
+    from evaluation.results import forget_replaced
+
+    write_table(tmp_path, [row_of(step, {"fid@5000": 1.0 * step}) for step in (1, 2, 3)])
+    forget_replaced(tmp_path, {(1, "ema"): "1", (2, "ema"): "other weights", (2, "raw"): "2"})
+    assert [row["step"] for row in read_csv(tmp_path / "evaluation_results.csv")] == ["1", "3"]
+    assert [row["best"] for row in read_csv(tmp_path / "best_scores.csv")] == ["1.0"]
 
 
 def test_published_numbers_are_drawn_where_data_and_number_match():

@@ -27,6 +27,7 @@ BYTES_PER_PARAMETER = 16
 WRITTEN_BY_A_RUN = (
     *(LOCK_FILE, METRICS_FILE, "config.yaml", "samples", "unet", "scheduler", "model_index.json", "README.md"),
     *("checkpoint-*", ".checkpoint-*", ".pipeline.tmp", ".unet.old", ".scheduler.old", ".*.tmp"),
+    *("evaluation_results.*", "evaluation_per_class.csv", "best_scores.csv", "*_vs_*.png"),
     *(CONDITION_FILE, "conditional_pipeline.py", "text_encoder", "tokenizer", ".text_encoder.old", ".tokenizer.old"),
 )
 

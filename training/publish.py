@@ -110,13 +110,13 @@ def write_model_card(
 
 
 def evaluation_section(output_dir: Path) -> str:
-    """The best of every metric that evaluate.py has found for this run, with its curve; nothing if it has not run."""
+    """The best of every metric and method that evaluate.py has found for this run, with its curve, if it has run."""
     path = output_dir / "best_scores.csv"
     if not path.exists():
         return ""
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    columns = ("metric", "best", "step", "weights", "sampler", "steps")
+    columns = ("metric", "best", "step", "weights", "sampler", "steps", "settings", "reference")
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for row in rows:
         row["best"] = f"{float(row['best']):.5g}"
