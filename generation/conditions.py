@@ -280,7 +280,13 @@ def encoder_of(model: SavedModel, condition: dict[str, Any], device: torch.devic
             found = load_text_encoder(str(folder / "text_encoder"), device, str(folder / "tokenizer"))
             break
     else:
-        found = load_text_encoder(condition["text_encoder"], device)
+        try:
+            found = load_text_encoder(condition["text_encoder"], device)
+        except UserError as error:
+            raise UserError(
+                f"{model.name}: its text encoder, {condition['text_encoder']}, is neither beside it nor to be had; the "
+                f"run's folder has it (text_encoder, tokenizer)"
+            ) from error
     if fingerprint(*found) != condition["encoder"]:
         raise UserError(
             f"{model.name}: its text encoder, {condition['text_encoder']}, is not the one that it was trained with"

@@ -173,10 +173,10 @@ def test_words_behind_the_end_of_a_caption_are_not_read():
 def test_a_caption_is_encoded_the_same_in_any_company(text_encoder, tmp_path):
     tokenizer, encoder = load_text_encoder(str(text_encoder), CPU)
     captions = ["", "a handwritten seven", "the digit one", "seven", "a " * 20]
-    states, mask = encode_prompts(tokenizer, encoder, captions)
+    states, mask = encode_prompts(tokenizer, encoder, captions, CPU)
     assert mask.sum(1).tolist() == [2, 5, 5, 3, 8]  # with its marks at both ends; cut where the encoder ends
     for number, caption in enumerate(captions):
-        alone, _ = encode_prompts(tokenizer, encoder, [caption])
+        alone, _ = encode_prompts(tokenizer, encoder, [caption], CPU)
         assert torch.allclose(alone[0], states[number, : alone.shape[1]], atol=1e-6)
     file = encode_once(tokenizer, encoder, fingerprint(tokenizer, encoder), captions, tmp_path)
     table = EncodedCaptions(file)
@@ -210,7 +210,7 @@ def test_the_half_of_clip_that_reads(text_encoder, tmp_path):
     AutoTokenizer.from_pretrained(text_encoder).save_pretrained(tmp_path)
     tokenizer, encoder = load_text_encoder(str(tmp_path), CPU)
     assert isinstance(encoder, CLIPTextModel)
-    assert encode_prompts(tokenizer, encoder, ["seven", "a handwritten seven or so"])[0].shape == (2, 6, 16)
+    assert encode_prompts(tokenizer, encoder, ["seven", "a handwritten seven or so"], CPU)[0].shape == (2, 6, 16)
     weights = "encoder.layers.0.mlp.fc1.weight"
     assert torch.equal(encoder.get_parameter(weights), clip.text_model.get_parameter(weights))
 
@@ -285,7 +285,7 @@ def inputs_by_text(run: Path, labels: torch.Tensor) -> dict[str, torch.Tensor]:
     """The caption of each class as the pipeline encodes it; the empty one for the eleventh."""
     prompts = [*(f"a handwritten {spoken(digit)}" for digit in "0123456789"), ""]
     found = load_text_encoder(str(run / "text_encoder"), CPU, str(run / "tokenizer"))
-    states, mask = encode_prompts(*found, prompts)
+    states, mask = encode_prompts(*found, prompts, CPU)
     return {"encoder_hidden_states": states[labels], "encoder_attention_mask": mask[labels]}
 
 
@@ -383,7 +383,9 @@ def test_the_packaged_encoder():
         pytest.skip("requirements-weights.txt is not installed")
     assert (Path(place_of("sentence-transformers/all-MiniLM-L6-v2")) / "model.safetensors").exists()
     tokenizer, encoder = load_text_encoder("all-MiniLM-L6-v2", CPU)
-    states, mask = encode_prompts(tokenizer, encoder, ["a picture of a dog", "an image of a puppy", "the number seven"])
+    states, mask = encode_prompts(
+        tokenizer, encoder, ["a picture of a dog", "an image of a puppy", "the number seven"], CPU
+    )
     meaning = torch.nn.functional.normalize((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
     alike = meaning @ meaning.T
     assert alike[0, 1] > alike[0, 2] + 0.3
