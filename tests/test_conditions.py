@@ -131,7 +131,7 @@ def test_a_model_of_the_hub_is_data_and_its_code_is_not_fetched(text_run, tmp_pa
     assert not list((tmp_path / "cache").rglob("*.py"))
 
 
-def test_another_encoder_is_refused(text_run, tmp_path):
+def test_another_encoder_is_refused(text_run, tmp_path, monkeypatch):
     shutil.copytree(text_run / "checkpoint-6", tmp_path / "checkpoint-6")
     shutil.copytree(text_run / "tokenizer", tmp_path / "tokenizer")
     encoder = shutil.copytree(text_run / "text_encoder", tmp_path / "text_encoder")
@@ -142,6 +142,14 @@ def test_another_encoder_is_refused(text_run, tmp_path):
     save_file({**weights, name: weights[name] + 1e-3}, encoder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="is not the one that it was trained with"):
         generate(tmp_path / "checkpoint-6", *FAST, f"--output_dir={tmp_path / 'out'}")
+    shutil.rmtree(encoder)
+    monkeypatch.setattr("generation.conditions.load_text_encoder", nowhere)
+    with pytest.raises(UserError, match="checkpoint-6: its text encoder, .*, is neither beside it nor to be had"):
+        generate(tmp_path / "checkpoint-6", *FAST, f"--output_dir={tmp_path / 'out'}")
+
+
+def nowhere(name: str, device: torch.device) -> None:
+    raise UserError(f"--text_encoder {name}: not to be had")
 
 
 class Network(torch.nn.Module):
