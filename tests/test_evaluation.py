@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, help_of, run_script, run_training
-from PIL import Image
+from PIL import ExifTags, Image
 
 from common.errors import UserError
 from evaluation.options import parse_evaluation
@@ -143,6 +143,23 @@ def test_real_images_are_brought_to_the_size_of_the_generated(evaluate, generate
     expected = metrics_in(measure(evaluate, generated, prepared, tmp_path / "expected"))
     found = measure(evaluate, generated, write_folder(tmp_path / "wide", wide), tmp_path / "found")
     assert metrics_in(found) == expected
+
+
+@pytest.mark.parametrize(("orientation", "quarter_turns"), [(6, 1), (9, 0)])
+def test_photos_are_as_large_as_they_are_upright(orientation, quarter_turns, tmp_path, monkeypatch):
+    from evaluation.images import open_images
+
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation  # there is no ninth
+    image = draw_images(1, seed=0, size=(32, 48))[0]
+    Image.fromarray(np.rot90(image, quarter_turns)).save(tmp_path / "0.jpg", exif=exif, quality=100, subsampling=0)
+    Image.fromarray(image).save(tmp_path / "1.png")
+    with monkeypatch.context() as patch:
+        patch.setattr("PIL.ImageFile.ImageFile.load", None)  # the size is in the header
+        images = open_images(str(tmp_path), "--generated")
+    assert tuple(images.size) == (32, 48)
+    for index in range(2):
+        np.testing.assert_allclose(images.pixels(index).transpose(1, 2, 0), image, atol=12)
 
 
 def test_grey_against_colour_is_converted_and_said(evaluate, real, tmp_path, capsys):
