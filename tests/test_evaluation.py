@@ -341,6 +341,7 @@ class TestRun:
         card = (measured_run / "README.md").read_text()
         assert card.count("## Evaluation") == 1
         assert "| `fd_tiny_vision@12` |" in card
+        assert "![FD](FD_vs_TrainingSteps.png)" in card
         assert card.index("## Metrics") < card.index("## Evaluation") < card.index("## Repeat this run")
 
     def test_done_work_is_skipped(self, measured_run, evaluate, monkeypatch, capsys):
@@ -477,8 +478,46 @@ def test_published_numbers_are_drawn_where_data_and_number_match():
 
     assert published_for([row_of(1, {"fid@50000": 5.0})], "fid")["Ho et al. 2020"] == 3.17
     assert published_for([row_of(1, {"fid@10000": 5.0})], "fid") == {}
-    other = "cifar10[test], 10000 images of 32x32, cropped at the centre"
-    assert published_for([row_of(1, {"fid@50000": 5.0}, reference=other)], "fid") == {}
+    assert published_for([row_of(1, {"fid@50000": 5.0}), row_of(2, {"fid@50000": 4.0, "kid@10000": 0.1})], "fid")
+    assert published_for([row_of(1, {"fid@50000": 5.0}), row_of(2, {"fid@10000": 4.0})], "fid") == {}
+
+
+@pytest.mark.parametrize(
+    ("reference", "same"),
+    [
+        ("CIFAR-10[train], 50000 images of 32x32", True),
+        ("uoft-cs/cifar10[train], 50000 images of 32x32, cropped at the centre", True),
+        ("cifar10[test], 10000 images of 32x32, cropped at the centre", False),
+        ("cifar10[train], 50000 images of 64x64, cropped at the centre", False),
+        ("cifar100[train], 50000 images of 32x32, cropped at the centre", False),
+        ("uoft-cs/cifar-100[train], 50000 images of 32x32", False),
+    ],
+)
+def test_published_numbers_are_of_cifar10_and_no_other(reference, same):
+    from evaluation.curves import published_for
+
+    assert bool(published_for([row_of(1, {"fid@50000": 5.0}, reference=reference)], "fid")) == same
+
+
+def test_distances_in_other_features_are_drawn_under_their_own_name(tmp_path):
+    from evaluation.curves import draw_guidance, draw_run, lines_of
+
+    rows = [
+        row_of(
+            step, {"fd_dinov2@1000": 500.0 / step * scale, "kd_dinov2@1000": 1.0}, settings=f"guidance_scale={scale}"
+        )
+        for step in range(1, 4)
+        for scale in (1.0, 3.0)
+    ]
+    assert lines_of(rows[::2], "fd", "step") == {"fd_dinov2@1000": [(1, 500), (2, 250), (3, pytest.approx(500 / 3))]}
+    assert {path.name for path in draw_run(tmp_path, rows, has_score=True)} == {
+        "FD_vs_TrainingSteps.png",
+        "FD_vs_TrainingSteps_First25.png",
+        "FD_vs_TrainingSeconds.png",
+    }
+    assert [path.name for path in draw_guidance(tmp_path, rows)] == ["FD_vs_Guidance.png"]
+    unknown = [{name: value for name, value in row.items() if not name.startswith("fd_")} for row in rows]
+    assert draw_guidance(tmp_path, unknown) == []
 
 
 def write_table(folder: Path, rows: list[dict]) -> Path:
