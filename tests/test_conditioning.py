@@ -446,6 +446,22 @@ def test_mistakes_are_explained(flags, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--label_column=typo"], "`--label_column' value 'typo' needs to be one of: label"),
+        (["--condition=text", "--caption_column=typo"], "`--caption_column' value 'typo' needs to be one of: label"),
+    ],
+)
+def test_columns_that_are_not_there_are_missed_before_images_are_decoded(
+    flags, message, text_encoder, train_conditional, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("training.images.prepare_images", lambda *_, **__: pytest.fail("decoded first"))
+    with pytest.raises(UserError, match=message):
+        train_conditional(tmp_path / "run", *flags, f"--text_encoder={text_encoder}")
+    assert not (tmp_path / "run").exists()
+
+
 def test_weights_in_the_pipeline_are_those_of_the_checkpoint(text_run):
     name = "diffusion_pytorch_model.safetensors"
     pipeline, checkpoint = load_file(text_run / "unet" / name), load_file(text_run / "checkpoint-6" / "unet_ema" / name)
