@@ -20,8 +20,8 @@ def main() -> None:
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
-    from training.conditioning import check_condition, load_condition
-    from training.images import load_training_images
+    from training.conditioning import check_condition, find_annotations, load_condition
+    from training.images import load_training_images, open_source
     from training.run import build_run, carry_out, check_before_work
 
     processes = start_processes(resolve_precision(config.mixed_precision), config.allow_tf32)
@@ -29,8 +29,10 @@ def main() -> None:
     check_condition(config)
 
     # The images, and what the network is told of each: its class, or a caption as a frozen encoder sees it.
-    images = load_training_images(config, processes)
-    condition = load_condition(config, images, processes)
+    source = open_source(config, processes)
+    annotations = find_annotations(config, source)
+    images = load_training_images(config, source, processes)
+    condition = load_condition(config, annotations, images, processes)
     run = build_run(config, processes, images, condition)
 
     # Say what this run is, train it or go on with it, and make its folder a pipeline with a card.

@@ -20,14 +20,14 @@ def main() -> None:
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
     from training.conditioning import Unconditional
-    from training.images import load_training_images
+    from training.images import load_training_images, open_source
     from training.run import build_run, carry_out, check_before_work
 
     processes = start_processes(resolve_precision(config.mixed_precision), config.allow_tf32)
     check_before_work(config, processes)
 
     # The images; the network is told nothing of them.
-    images = load_training_images(config, processes)
+    images = load_training_images(config, open_source(config, processes), processes)
     run = build_run(config, processes, images, Unconditional())
 
     # Say what this run is, train it or go on with it, and make its folder a pipeline with a card.

@@ -26,7 +26,7 @@ from common.processes import start_processes  # noqa: E402
 from training.checkpoint import CheckpointWriter, checkpoint_files  # noqa: E402
 from training.conditioning import Unconditional  # noqa: E402
 from training.config import parse_config  # noqa: E402
-from training.images import load_training_images  # noqa: E402
+from training.images import load_training_images, open_source  # noqa: E402
 from training.run import build_run  # noqa: E402
 
 ROUNDS = 7
@@ -42,7 +42,8 @@ def main() -> None:
     # The paper's network; the images do not matter.
     config = parse_config(["--dataset_name=digits", "--resolution=32", "--channels=3", "--train_batch_size=1"])
     processes = start_processes("no", config.allow_tf32)
-    run = build_run(config, processes, load_training_images(config, processes), Unconditional())
+    images = load_training_images(config, open_source(config, processes), processes)
+    run = build_run(config, processes, images, Unconditional())
     device, state, unet = processes.device, run.state, run.state.unet
     images = torch.randn(1, 3, 32, 32, device=device)
 

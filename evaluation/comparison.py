@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 
 from common.errors import UserError
 from common.files import write_atomically
-from evaluation.curves import METHOD, Line, draw, named
-from evaluation.results import RESULTS, Row, as_csv, as_text, read_results
+from evaluation.curves import Line, draw, named
+from evaluation.results import METHOD, RESULTS, Row, as_csv, as_text, read_results
+
+logger = logging.getLogger(__name__)
 
 LEVELS = 5
+# Data have other fingerprints on other machines: that is said, not refused.
+COMPARED = tuple(part for part in METHOD if part != "reference_fingerprint")
 TIMES = "time_to_fid.csv"
 
 
@@ -27,10 +32,13 @@ def compare_runs(runs: list[str], output_dir: Path) -> None:
         raise UserError(f"--compare {' '.join(runs)}: one run is named twice")
     key = common_key(tables)
     metric = key[0]
+    used = {row["reference_fingerprint"] for rows in tables.values() for row in rows if is_of(row, key)}
+    if len(used) > 1:
+        logger.warning("The runs were measured against data that are called the same, but are other files or copies")
     by_seconds = {name: line_of(rows, key, "train_seconds") for name, rows in tables.items()}
     by_step = {name: line_of(rows, key, "step") for name, rows in tables.items()}
     output_dir.mkdir(parents=True, exist_ok=True)
-    method = zip(METHOD, key[1:], strict=True)
+    method = zip(COMPARED, key[1:], strict=True)
     title = ", ".join([metric, *(named(part, value) for part, value in method if value not in (None, "no"))])
     for lines, against, name in (
         (by_seconds, "train_seconds", "FID_vs_TrainingSeconds.png"),
@@ -48,7 +56,7 @@ def common_key(tables: dict[str, list[Row]]) -> tuple:
     """FID with the number of images and the method that all runs were measured with; the most images if several."""
     keys = [
         {
-            (name, *(row[part] for part in METHOD))
+            (name, *(row[part] for part in COMPARED))
             for row in rows
             for name, value in row.items()
             if name.startswith("fid@") and value is not None and row["train_seconds"] is not None
@@ -73,11 +81,11 @@ def _describe(key: tuple) -> str:
 
 def line_of(rows: list[Row], key: tuple, against: str) -> Line:
     metric = key[0]
-    return sorted(
-        (row[against], row[metric])
-        for row in rows
-        if row.get(metric) is not None and tuple(row[part] for part in METHOD) == key[1:]
-    )
+    return sorted((row[against], row[metric]) for row in rows if is_of(row, key))
+
+
+def is_of(row: Row, key: tuple) -> bool:
+    return row.get(key[0]) is not None and tuple(row[part] for part in COMPARED) == key[1:]
 
 
 def times_to_fid(lines: dict[str, Line]) -> list[dict[str, float]]:

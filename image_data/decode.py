@@ -23,6 +23,7 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+SIDEWAYS = (5, 6, 7, 8)
 
 
 class UndecodableImage(ValueError):
@@ -74,6 +75,14 @@ def shorter_side(data: bytes) -> int:
         return min(Image.open(io.BytesIO(data)).size)
 
 
+def upright_size(data: bytes) -> tuple[int, int]:
+    """Height and width, turned as the file says, from its header."""
+    with _one_kind_of_error():
+        image = Image.open(io.BytesIO(data))
+        width, height = _turned(image.size, _orientation(image))
+        return height, width
+
+
 def plain_suffix(data: bytes, channels: int) -> str | None:
     """The suffix of a file from which every program reads the same upright 8-bit image of these channels, else None."""
     with _one_kind_of_error():
@@ -105,7 +114,7 @@ def inspect_image(data: bytes, side: int) -> Inspected:
         image = _in_mode(_in_eight_bits(image, data), "L")
         if orientation in UPRIGHT:
             image = image.transpose(UPRIGHT[orientation])
-        width, height = size if orientation < 5 else size[::-1]
+        width, height = _turned(size, orientation)
         return Inspected(width, height, mode, kind, np.asarray(image.resize((side, side), Image.Resampling.BICUBIC)))
 
 
@@ -133,6 +142,10 @@ def _orientation(image: Image.Image) -> int:
         return image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:
         return 1
+
+
+def _turned(size: tuple[int, int], orientation: int) -> tuple[int, int]:
+    return size[::-1] if orientation in SIDEWAYS else size
 
 
 def _in_eight_bits(image: Image.Image, data: bytes) -> Image.Image:

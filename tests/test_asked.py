@@ -92,7 +92,7 @@ def test_every_guidance_scale_has_a_row(by_class, class_run, reader):
         read = reader.classes_of(pixels_of(open_images(str(folder), "--generated")))
         assert float(row["as_asked@100"]) == (read == torch.arange(100) % 10).double().mean().item()
         assert float(row["classifier_accuracy@355"]) == reader.accuracy
-    assert (by_class / "FID_vs_Guidance.png").exists()
+    assert (by_class / "FD_vs_Guidance.png").exists()
 
 
 def test_every_class_has_a_row(by_class):

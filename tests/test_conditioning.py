@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from test_processes import launch, torchrun
 from test_training import assert_same_checkpoint
 
 from common.errors import RunFailed, UserError
+from common.interruption import Interrupted
 from generation.conditional_pipeline import encode_prompts, guide
 from generation.text import EncodedCaptions, encode_once, fingerprint, load_text_encoder, place_of, words_of
 from image_data.annotations import find_labels, spoken
@@ -327,24 +329,63 @@ def test_two_processes_make_the_same_run(text_flags, train_conditional, tmp_path
     assert len(metrics_of(alone)) == 4
 
 
-@pytest.mark.parametrize("kept", ["unet", "ema"])
-def test_processes_that_no_longer_agree_save_nothing(kept):
-    networks = [torch.nn.Linear(3, 3) for _ in range(2)]
-    averages = [torch.nn.Linear(3, 3) for _ in range(2)]
+class TwoMilestones(Milestones):
+    """Milestones of one process of two, which is asked to stop while it draws a grid."""
+
+    last_checkpoint = "checkpoint-3"
+
+    def __init__(self, other: SimpleNamespace):
+        self.config = SimpleNamespace(checkpointing_steps=1000)
+        self.image_steps, self.model_steps, self.output_dir = 7, None, "run"
+        self.saved = []
+        self.writer = SimpleNamespace(save=lambda state: self.saved.append(state.step), finish=lambda state: None)
+        self.tracking = SimpleNamespace(
+            paused=nullcontext, clock=SimpleNamespace(train_seconds=1.0), log_density=lambda density, step: None
+        )
+        self.processes = SimpleNamespace(
+            count=2, is_main=True, wait=lambda: None, collect=lambda digest: [digest, digest_of(other)]
+        )
+
+    def draw_samples(self, state: SimpleNamespace) -> bool:
+        return False
+
+
+@pytest.fixture
+def two_states() -> list[SimpleNamespace]:
+    """What two processes that agree have at a step."""
+    networks, averages = ([torch.nn.Linear(3, 3) for _ in range(2)] for _ in range(2))
     for pair in (networks, averages):
         pair[1].load_state_dict(pair[0].state_dict())
-    states = [
-        SimpleNamespace(step=7, unet=network, ema=SimpleNamespace(ema_model=average))
+    timesteps = SimpleNamespace(sampler=SimpleNamespace(describe=dict))
+    return [
+        SimpleNamespace(step=7, unet=network, ema=SimpleNamespace(ema_model=average), timesteps=timesteps)
         for network, average in zip(networks, averages, strict=True)
     ]
-    collect = lambda digest: [digest, digest_of(states[1])]  # noqa: E731
-    here = SimpleNamespace(processes=SimpleNamespace(count=2, collect=collect), last_checkpoint="checkpoint-3")
-    Milestones.check_replicas(here, states[0])
-    changed = networks[1] if kept == "unet" else averages[1]
+
+
+def change_one_bit(network: torch.nn.Linear) -> None:
     with torch.no_grad():
-        changed.weight[1, 2] = changed.weight[1, 2].nextafter(torch.tensor(10.0))  # one bit
+        network.weight[1, 2] = network.weight[1, 2].nextafter(torch.tensor(10.0))
+
+
+@pytest.mark.parametrize("kept", ["unet", "ema"])
+def test_processes_that_no_longer_agree_save_nothing(kept, two_states):
+    here = TwoMilestones(two_states[1])
+    here.check_replicas(two_states[0])
+    change_one_bit(two_states[1].unet if kept == "unet" else two_states[1].ema.ema_model)
     with pytest.raises(RunFailed, match="step 7: the weights of process 1 .*checkpoint-3"):
-        Milestones.check_replicas(here, states[0])
+        here.check_replicas(two_states[0])
+
+
+def test_processes_must_also_agree_where_a_stop_breaks_off_a_grid(two_states):
+    """At a step that is no checkpoint."""
+    here = TwoMilestones(two_states[1])
+    with pytest.raises(Interrupted, match="saved at step 7"):
+        here.reach(two_states[0], finished=False, stopped=False)
+    change_one_bit(two_states[1].ema.ema_model)
+    with pytest.raises(RunFailed, match="step 7: the weights of process 1"):
+        here.reach(two_states[0], finished=False, stopped=False)
+    assert here.saved == [7]
 
 
 FRESH = """
@@ -405,6 +446,22 @@ def test_mistakes_are_explained(flags, message):
     with pytest.raises(UserError) as caught:
         config_of(*flags)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--label_column=typo"], "`--label_column' value 'typo' needs to be one of: label"),
+        (["--condition=text", "--caption_column=typo"], "`--caption_column' value 'typo' needs to be one of: label"),
+    ],
+)
+def test_columns_that_are_not_there_are_missed_before_images_are_decoded(
+    flags, message, text_encoder, train_conditional, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("training.images.prepare_images", lambda *_, **__: pytest.fail("decoded first"))
+    with pytest.raises(UserError, match=message):
+        train_conditional(tmp_path / "run", *flags, f"--text_encoder={text_encoder}")
+    assert not (tmp_path / "run").exists()
 
 
 def test_weights_in_the_pipeline_are_those_of_the_checkpoint(text_run):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, help_of, run_script, run_training
-from PIL import Image
+from PIL import ExifTags, Image
 
 from common.errors import UserError
 from evaluation.options import parse_evaluation
@@ -143,6 +143,23 @@ def test_real_images_are_brought_to_the_size_of_the_generated(evaluate, generate
     expected = metrics_in(measure(evaluate, generated, prepared, tmp_path / "expected"))
     found = measure(evaluate, generated, write_folder(tmp_path / "wide", wide), tmp_path / "found")
     assert metrics_in(found) == expected
+
+
+@pytest.mark.parametrize(("orientation", "quarter_turns"), [(6, 1), (9, 0)])
+def test_photos_are_as_large_as_they_are_upright(orientation, quarter_turns, tmp_path, monkeypatch):
+    from evaluation.images import open_images
+
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation  # there is no ninth
+    image = draw_images(1, seed=0, size=(32, 48))[0]
+    Image.fromarray(np.rot90(image, quarter_turns)).save(tmp_path / "0.jpg", exif=exif, quality=100, subsampling=0)
+    Image.fromarray(image).save(tmp_path / "1.png")
+    with monkeypatch.context() as patch:
+        patch.setattr("PIL.ImageFile.ImageFile.load", None)  # the size is in the header
+        images = open_images(str(tmp_path), "--generated")
+    assert tuple(images.size) == (32, 48)
+    for index in range(2):
+        np.testing.assert_allclose(images.pixels(index).transpose(1, 2, 0), image, atol=12)
 
 
 def test_grey_against_colour_is_converted_and_said(evaluate, real, tmp_path, capsys):
@@ -378,6 +395,7 @@ class TestRun:
         card = (measured_run / "README.md").read_text()
         assert card.count("## Evaluation") == 1
         assert "| `fd_tiny_vision@12` |" in card
+        assert "![FD](FD_vs_TrainingSteps.png)" in card
         assert card.index("## Metrics") < card.index("## Evaluation") < card.index("## Repeat this run")
 
     def test_done_work_is_skipped(self, measured_run, evaluate, monkeypatch, capsys):
@@ -555,8 +573,46 @@ def test_published_numbers_are_drawn_where_data_and_number_match():
 
     assert published_for([row_of(1, {"fid@50000": 5.0})], "fid")["Ho et al. 2020"] == 3.17
     assert published_for([row_of(1, {"fid@10000": 5.0})], "fid") == {}
-    other = "cifar10[test], 10000 images of 32x32, cropped at the centre"
-    assert published_for([row_of(1, {"fid@50000": 5.0}, reference=other)], "fid") == {}
+    assert published_for([row_of(1, {"fid@50000": 5.0}), row_of(2, {"fid@50000": 4.0, "kid@10000": 0.1})], "fid")
+    assert published_for([row_of(1, {"fid@50000": 5.0}), row_of(2, {"fid@10000": 4.0})], "fid") == {}
+
+
+@pytest.mark.parametrize(
+    ("reference", "same"),
+    [
+        ("CIFAR-10[train], 50000 images of 32x32", True),
+        ("uoft-cs/cifar10[train], 50000 images of 32x32, cropped at the centre", True),
+        ("cifar10[test], 10000 images of 32x32, cropped at the centre", False),
+        ("cifar10[train], 50000 images of 64x64, cropped at the centre", False),
+        ("cifar100[train], 50000 images of 32x32, cropped at the centre", False),
+        ("uoft-cs/cifar-100[train], 50000 images of 32x32", False),
+    ],
+)
+def test_published_numbers_are_of_cifar10_and_no_other(reference, same):
+    from evaluation.curves import published_for
+
+    assert bool(published_for([row_of(1, {"fid@50000": 5.0}, reference=reference)], "fid")) == same
+
+
+def test_distances_in_other_features_are_drawn_under_their_own_name(tmp_path):
+    from evaluation.curves import draw_guidance, draw_run, lines_of
+
+    rows = [
+        row_of(
+            step, {"fd_dinov2@1000": 500.0 / step * scale, "kd_dinov2@1000": 1.0}, settings=f"guidance_scale={scale}"
+        )
+        for step in range(1, 4)
+        for scale in (1.0, 3.0)
+    ]
+    assert lines_of(rows[::2], "fd", "step") == {"fd_dinov2@1000": [(1, 500), (2, 250), (3, pytest.approx(500 / 3))]}
+    assert {path.name for path in draw_run(tmp_path, rows, has_score=True)} == {
+        "FD_vs_TrainingSteps.png",
+        "FD_vs_TrainingSteps_First25.png",
+        "FD_vs_TrainingSeconds.png",
+    }
+    assert [path.name for path in draw_guidance(tmp_path, rows)] == ["FD_vs_Guidance.png"]
+    unknown = [{name: value for name, value in row.items() if not name.startswith("fd_")} for row in rows]
+    assert draw_guidance(tmp_path, unknown) == []
 
 
 def write_table(folder: Path, rows: list[dict]) -> Path:
@@ -584,7 +640,7 @@ def test_the_table_grows_by_columns_and_rows(tmp_path):
     assert best["kid@100"] == ("0.5", "1")
 
 
-def test_runs_are_compared_by_the_time_to_equal_fid(tmp_path, capsys):
+def test_runs_are_compared_by_the_time_to_equal_fid(tmp_path, capsys, caplog):
     from evaluation.comparison import compare_runs
 
     slow = write_table(tmp_path / "slow", [row_of(step, {"fid@100": 80.0 - 10 * step}) for step in range(1, 6)])
@@ -597,6 +653,10 @@ def test_runs_are_compared_by_the_time_to_equal_fid(tmp_path, capsys):
     assert float(last["fast speed-up"]) == pytest.approx(2)
     assert (tmp_path / "out" / "FID_vs_TrainingSeconds.png").exists()
     assert "fast speed-up" in capsys.readouterr().out
+    assert not caplog.records
+    copied = [row_of(step, {"fid@100": 90.0 - 10 * step}, reference_fingerprint="89abcdef") for step in range(1, 6)]
+    compare_runs([str(slow), str(write_table(tmp_path / "copied", copied))], tmp_path / "out")
+    assert "data that are called the same, but are other files or copies" in caplog.text
 
 
 def test_runs_measured_otherwise_are_not_compared(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import SHARED_DATA
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
 from evaluation import inception
@@ -262,10 +262,40 @@ def test_clean_fids_file_brings_logits(state, published, tmp_path, monkeypatch):
     assert digest_of(converted) == digest_of(state)
 
 
-def test_a_file_that_is_not_known_is_refused(tmp_path):
+@pytest.mark.parametrize("source", ["CLEAN_FID", "TORCH_FIDELITY"])
+def test_the_last_layer_stays_when_the_file_it_came_from_is_gone(source, kept, state, tmp_path):
+    (without,) = kept.glob("*.safetensors")
+    shutil.copy(without, tmp_path)
+    path = tmp_path / f"inception-{getattr(inception, source)[:16]}.safetensors"
+    save_file(state, path, metadata={"sha256": digest_of(state)})
+    network, digest = load_inception(None, tmp_path)
+    torch.testing.assert_close(network.fc.weight, state["fc.weight"])
+    assert digest == load_inception(None, kept)[1]
+    with path.open("r+b") as file:
+        file.seek(50_000_000)
+        file.write(b"\xff")
+    network, digest_without = load_inception(None, tmp_path)
+    assert network.fc is None
+    assert digest_without == digest
+
+
+def test_a_file_that_is_not_known_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "network.pt").write_bytes(b"something else")
-    with pytest.raises(UserError, match="network.pt .* is none of the files known: clean-fid's"):
-        load_inception(str(tmp_path / "network.pt"), tmp_path)
+    for name in (str(tmp_path / "network.pt"), "~/network.pt"):
+        with pytest.raises(UserError, match="--inception_weights .*/network.pt .* is none of the files known: clean-f"):
+            load_inception(name, tmp_path)
+    with pytest.raises(UserError, match=f"--inception_weights {tmp_path}: this is a folder; name the file in it"):
+        load_inception(str(tmp_path), tmp_path)
+    with pytest.raises(UserError, match="--inception_weights ~/other.pt cannot be read: No such file"):
+        load_inception("~/other.pt", tmp_path)
+
+
+def test_a_cache_that_is_no_folder_is_said(state, tmp_path):
+    (tmp_path / "file").touch()
+    for cache in (tmp_path / "file", tmp_path / "file" / "cache"):
+        with pytest.raises(UserError, match=f"--cache_dir {cache}: the network's weights cannot be kept there"):
+            load_inception(None, cache)
 
 
 def test_no_weights_and_no_network_say_what_to_install(tmp_path, monkeypatch):
@@ -280,4 +310,14 @@ def test_a_download_that_is_another_file_is_left(tmp_path, caplog):
     assert not download(tmp_path / "target.pt", (tmp_path / "page.html").as_uri())
     assert not download(tmp_path / "target.pt", "http://127.0.0.1:9/nothing")
     assert "is not the file it should be" in caplog.text
+    assert not download(tmp_path / "page.html" / "target.pt", (tmp_path / "page.html").as_uri())
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_weights_that_somebody_else_keeps_for_himself_are_left(tmp_path, monkeypatch):
+    def refuse(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "inception-2015-12-05.pt").touch()
+    monkeypatch.setattr(inception, "sha256", refuse)
+    assert inception.find_source(tmp_path).name == "default_1.pt"

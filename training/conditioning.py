@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,11 +28,12 @@ from generation.text import (
     text_encoder_config,
     words_of,
 )
-from image_data.annotations import find_captions, find_labels, templates_filled
+from image_data.annotations import Labels, find_captions, find_labels, templates_filled
 from image_data.sources import spread
 
 if TYPE_CHECKING:
     from common.processes import Processes
+    from image_data.sources import ImageSource
     from training.config import ConditionalConfig
     from training.images import TrainingImages
 
@@ -200,26 +202,42 @@ class TextCondition(Conditional):
             replace_folder(aside, output_dir / name)
 
 
-def load_condition(config: ConditionalConfig, data: TrainingImages, processes: Processes) -> Conditional:
-    """The classes or captions of the images, as the configuration asks for them."""
+@dataclass(frozen=True)
+class Annotations:
+    """What a data set says of its images, as far as it is asked for."""
+
+    captions: list[list[str]] | None  # of every row; None where there are none, or they are made of the classes
+    labels: Labels | None
+
+
+def find_annotations(config: ConditionalConfig, source: ImageSource) -> Annotations:
+    """The classes or captions that the configuration asks for; no image need be decoded to know that there are none."""
+    from_classes = config.condition == "class" or bool(config.caption_template)
+    captions = None if from_classes else find_captions(source, config.caption_column)
+    labels = find_labels(source, config.label_column) if captions is None or config.balance else None
+    return Annotations(captions, labels)
+
+
+def load_condition(
+    config: ConditionalConfig, annotations: Annotations, data: TrainingImages, processes: Processes
+) -> Conditional:
+    """The condition of the images that could be decoded."""
     kept = torch.as_tensor(data.images.kept)
-    captions = find_captions(data.source, config.caption_column) if config.condition == "text" else None
-    if captions is not None and not config.caption_template:
-        labels = find_labels(data.source, config.label_column).of_row[kept] if config.balance else None
-        captions = [captions[row] for row in kept.tolist()]
+    labels = annotations.labels.of_row[kept] if annotations.labels is not None else None
+    if annotations.captions is not None:
+        captions = [annotations.captions[row] for row in kept.tolist()]
         distinct = sorted({several[0] for several in captions})
         examples = [distinct[index] for index in spread(len(distinct), PROMPTS_OF_CAPTIONS)]
         groups, prompts = torch.arange(len(captions)), config.validation_prompts or examples
         logger.info("%d distinct captions, such as %s", len(distinct), "; ".join(examples[:3]))
         return TextCondition(groups, captions, labels, prompts, config, processes)
 
-    found = find_labels(data.source, config.label_column)
-    labels = found.of_row[kept]
-    counts = torch.bincount(labels, minlength=len(found.names)).tolist()
-    logger.info("Classes: %s", ", ".join(f"{name} {count}" for name, count in zip(found.names, counts, strict=True)))
+    names = annotations.labels.names
+    counts = torch.bincount(labels, minlength=len(names)).tolist()
+    logger.info("Classes: %s", ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True)))
     if config.condition == "class":
-        return ClassCondition(found.names, labels, config)
-    captions = templates_filled(config.caption_template, found.names)
+        return ClassCondition(names, labels, config)
+    captions = templates_filled(config.caption_template, names)
     prompts = config.validation_prompts or [several[0] for several in captions]
     return TextCondition(labels, captions, labels, prompts, config, processes)
 

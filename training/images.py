@@ -23,25 +23,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainingImages:
-    """The images of a run, where they come from, and the processes that stream them if they do not fit into memory."""
+    """The images of a run, and the processes that stream them if they do not fit into memory."""
 
     images: InMemoryImages | StreamedImages
-    source: ImageSource
     channels: int
     num_workers: int
 
 
-def load_training_images(config: TrainingConfig, processes: Processes) -> TrainingImages:
-    """The images that the configuration names, decoded once per machine."""
+def open_source(config: TrainingConfig, processes: Processes) -> ImageSource:
+    """The data set that the configuration names; nothing of it is decoded yet."""
     from datasets.utils.logging import disable_progress_bar
 
     if not processes.is_local_main:
         disable_progress_bar()
-    num_workers = config.dataloader_num_workers
-    if num_workers is None:
-        num_workers = default_num_workers(processes.local_count)
     with processes.main_first():
-        source = load_images(
+        return load_images(
             dataset_name=config.dataset_name,
             dataset_config_name=config.dataset_config_name,
             train_data_dir=config.train_data_dir,
@@ -49,6 +45,13 @@ def load_training_images(config: TrainingConfig, processes: Processes) -> Traini
             cache_dir=config.cache_dir,
             max_train_samples=config.max_train_samples,
         )
+
+
+def load_training_images(config: TrainingConfig, source: ImageSource, processes: Processes) -> TrainingImages:
+    """The images of a data set as the configuration wants them, decoded once per machine."""
+    num_workers = config.dataloader_num_workers
+    if num_workers is None:
+        num_workers = default_num_workers(processes.local_count)
     channels = source.detect_channels() if config.channels == "auto" else int(config.channels)
     images = prepare_images(
         source,
@@ -74,4 +77,4 @@ def load_training_images(config: TrainingConfig, processes: Processes) -> Traini
         listed = "\n".join(f"  {name}" for name in images.skipped[:20])
         more = f"\n  and {len(images.skipped) - 20} more" if len(images.skipped) > 20 else ""
         logger.warning("%d image(s) could not be decoded and are left out:\n%s%s", len(images.skipped), listed, more)
-    return TrainingImages(images, source, channels, num_workers)
+    return TrainingImages(images, channels, num_workers)

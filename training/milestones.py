@@ -96,16 +96,14 @@ class Milestones:
             self.tracking.log_density(state.timesteps.sampler.describe(), step)
             save = finished or stopped or step % self.config.checkpointing_steps == 0
             if save:
-                self.check_replicas(state)
-            if save and self.processes.is_main:
-                self.writer.save(state)
+                self._save(state)
             if not stopped and (step % self.image_steps == 0 or (finished and self._worth_a_grid(state))):
                 stopped = not self.draw_samples(state)
             if not stopped and (finished or (self.model_steps and step % self.model_steps == 0)):
                 self.save_pipeline(state)
+            if stopped and not save:  # while the grid was drawn, which all processes have left together
+                self._save(state)
             if (finished or stopped) and self.processes.is_main:
-                if not save:
-                    self.writer.save(state)
                 self.writer.finish(state)
             if finished or stopped:
                 self.processes.wait()
@@ -114,6 +112,12 @@ class Milestones:
                 f"{interruption.requested() or 'a stop of another process'}: saved at step {step} in "
                 f"{self.output_dir}; start the same command again to continue"
             )
+
+    def _save(self, state: TrainingState) -> None:
+        """Save what all processes agree on; all must ask."""
+        self.check_replicas(state)
+        if self.processes.is_main:
+            self.writer.save(state)
 
     def catch_up(self, state: TrainingState, over: bool) -> None:
         """Make what a process that was stopped or killed did not come to after its last checkpoint."""

@@ -110,7 +110,7 @@ def write_model_card(
 
 
 def evaluation_section(output_dir: Path) -> str:
-    """The best of every metric and method that evaluate.py has found for this run, with its curve, if it has run."""
+    """The best of every metric and method that evaluate.py has found for this run, with its curves, if it has run."""
     path = output_dir / "best_scores.csv"
     if not path.exists():
         return ""
@@ -121,8 +121,9 @@ def evaluation_section(output_dir: Path) -> str:
     for row in rows:
         row["best"] = f"{float(row['best']):.5g}"
         lines.append("| " + " | ".join(cell(row[name]) for name in columns) + " |")
-    curve = "\n\n![FID](FID_vs_TrainingSteps.png)" if (output_dir / "FID_vs_TrainingSteps.png").exists() else ""
-    return "\n".join([EVALUATION, "", *lines]) + curve
+    drawn = [name for name in ("FID", "FD") if (output_dir / f"{name}_vs_TrainingSteps.png").exists()]
+    curves = "".join(f"\n\n![{name}]({name}_vs_TrainingSteps.png)" for name in drawn)
+    return "\n".join([EVALUATION, "", *lines]) + curves
 
 
 def update_evaluation(output_dir: Path) -> None:
