@@ -130,32 +130,32 @@ def main() -> None:
             # With a last layer, which the peers' files have and nothing here looks at.
             layer = {"fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
             torch.save({**layer, **state}, Path(folder) / "weights.pth")
-            ours = {
-                variant: quietly(by_evaluate, test, train, [MODES[peer] for peer in options.peers], VARIANTS[variant])
-                for variant in options.variants
-            }
             actions = {
                 "torch-fidelity": (by_torch_fidelity, Path(folder) / "weights.pth"),
-                "clean-fid": (by_clean_fid, build(state)),
+                "clean-fid": (by_clean_fid, build(state).to(memory_format=torch.channels_last)),
                 "pytorch-fid": (by_pytorch_fid, Path(folder) / "weights.pth"),
             }
-            peers = {peer: quietly(actions[peer][0], test, train, actions[peer][1]) for peer in options.peers}
-        record(count, ours, peers)
+            modes = [MODES[peer] for peer in options.peers]
+            for variant in options.variants:
+                ours = quietly(by_evaluate, test, train, modes, VARIANTS[variant])
+                record(count, "evaluate.py", variant, ours)
+            for peer in options.peers:
+                action, weights = actions[peer]
+                record(count, "peers", peer, quietly(action, test, train, weights))
 
 
-def record(count: int, ours: dict[str, dict[str, float]], peers: dict[str, dict[str, float]]) -> None:
-    """Add to what is known of so many images, and print every number beside its peer's."""
+def record(count: int, side: str, name: str, metrics: dict[str, float]) -> None:
+    """Add to what is known of so many images, and print how far evaluate.py is from the others."""
     results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    known = results.setdefault(str(count), {"evaluate.py": {}, "peers": {}, "relative_differences": {}})
-    for variant, metrics in ours.items():
-        known["evaluate.py"][variant] = known["evaluate.py"].get(variant, {}) | metrics
-    known["peers"] |= peers
-    for peer, theirs in peers.items():
-        for metric, value in theirs.items():
-            for variant, measured in ours.items():
-                if metric in measured:
-                    known["relative_differences"][f"{metric}: {variant}, {peer}"] = measured[metric] / value - 1
-                    print(f"{metric}@{count}  {peer} {value:.8g}  evaluate.py, {variant} {measured[metric]:.8g}")
+    known = results.setdefault(str(count), {"evaluate.py": {}, "peers": {}})
+    known[side][name] = known[side].get(name, {}) | metrics
+    known["relative_differences"] = {
+        f"{metric}: {variant}, {peer}": ours[metric] / value - 1
+        for peer, theirs in known["peers"].items()
+        for variant, ours in known["evaluate.py"].items()
+        for metric, value in theirs.items()
+        if metric in ours
+    }
     known["machine"] = {
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
@@ -163,6 +163,9 @@ def record(count: int, ours: dict[str, dict[str, float]], peers: dict[str, dict[
         "torch": torch.__version__,
     }
     write_atomically(RESULT, json.dumps(results, indent=2) + "\n")
+    print(f"{count} images, {name}: {metrics}")
+    for what, difference in known["relative_differences"].items():
+        print(f"  {what}: {difference:+.2g}")
 
 
 if __name__ == "__main__":
