@@ -96,7 +96,8 @@ def by_clean_fid(test: Path, train: Path, network: InceptionV3) -> dict[str, flo
         return network((images - 128) / 128)["features"]
 
     folders = str(test), str(train)
-    return {"fid_clean": compare_folders(*folders, features, "clean", num_workers=0, batch_size=50, device=CPU)}
+    distance = compare_folders(*folders, features, "clean", num_workers=0, batch_size=50, device=CPU)
+    return {"fid_clean": float(distance)}
 
 
 def by_pytorch_fid(test: Path, train: Path, state: Path) -> dict[str, float]:
