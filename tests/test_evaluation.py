@@ -253,6 +253,11 @@ class TestErrors:
         with pytest.raises(UserError, match=r"--real .*nowhere: there is no such file or folder"):
             evaluate(f"--generated={real}", f"--real={tmp_path / 'nowhere'}")
 
+    def test_output_that_cannot_be_written_is_said_first(self, evaluate, generated, real, tmp_path):
+        (tmp_path / "file").touch()
+        with pytest.raises(UserError, match="file: this folder cannot be made"):
+            evaluate(f"--generated={generated}", f"--real={real}", f"--output_dir={tmp_path}/file", features="nothing")
+
     def test_npz_of_something_else(self, evaluate, real, tmp_path):
         np.savez(tmp_path / "floats.npz", arr_0=np.zeros((20, 8, 8, 3)))
         np.savez(tmp_path / "other.npz", labels=np.zeros(3))
@@ -700,10 +705,7 @@ def test_checkpoints_of_which_no_time_is_known_are_compared_by_step_alone(tmp_pa
     rows = [row_of(1, {"fid@100": 80.0}), row_of(2, {"fid@100": 40.0}, train_seconds=None)]
     runs = [str(write_table(tmp_path / name, rows)) for name in ("one", "other")]
     compare_runs(runs, tmp_path / "out")
-    key = (
-        "fid@100",
-        *(rows[0][part] for part in ("weights", "sampler", "steps", "settings", "reference", "precision")),
-    )
+    key = ("fid@100", *(rows[0][part] for part in METHOD))
     assert line_of(rows, key, "train_seconds") == [(10.0, 80.0)]
     assert line_of(rows, key, "step") == [(1, 80.0), (2, 40.0)]
 
