@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from common.errors import run_script
-from common.files import default_cache_dir
+from common.files import default_cache_dir, make_folder
 from common.launch import honour_requested_processes
 from evaluation.options import parse_evaluation
 
@@ -25,6 +25,9 @@ def main() -> None:
 
         compare_runs(options.compare, Path(options.output_dir or "comparison"))
         return
+    results = options.output_dir or options.run_dir
+    if results:
+        make_folder(Path(results).expanduser())  # what cannot be written is better known before it is measured
     honour_requested_processes()
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.

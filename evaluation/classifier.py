@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from common.errors import UserError, first_line
+from common.files import make_folder
 from common.progress import progress_bar
 from common.randomness import generator_for
 
@@ -50,14 +54,10 @@ def load_classifier(images: torch.Tensor, labels: torch.Tensor, cache_dir: Path,
     path = cache_dir / f"classifier-{digest.hexdigest()}.safetensors"
     held_out = hold_out(labels)
     network = build_network(images.shape[1], images.shape[2], int(labels.max()) + 1)
-    if path.exists():
-        network.load_state_dict(load_file(path))
-    else:
+    if not load_weights(network, path):
+        make_folder(path.parent)  # the training can take minutes
         train(network.to(device), images[~held_out], labels[~held_out])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.tmp")
-        save_file(network.state_dict(), aside)
-        aside.replace(path)
+        save_weights(network, path)
     classifier = Classifier(network.to(device).eval(), 0.0, int(held_out.sum()))
     classifier.accuracy = (classifier.classes_of(images[held_out]) == labels[held_out]).double().mean().item()
     logger.info(
@@ -68,13 +68,41 @@ def load_classifier(images: torch.Tensor, labels: torch.Tensor, cache_dir: Path,
     return classifier
 
 
+def load_weights(network: nn.Module, path: Path) -> bool:
+    """Whether the weights are in the cache; damaged ones are as good as none."""
+    if not path.exists():
+        return False
+    try:
+        network.load_state_dict(load_file(path))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        logger.warning("%s is damaged and is made again (%s)", path, first_line(error))
+        return False
+    return True
+
+
+def save_weights(network: nn.Module, path: Path) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(network.state_dict(), aside)
+        aside.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"--cache_dir {path.parent}: the classifier cannot be kept there ({error})") from error
+    finally:
+        aside.unlink(missing_ok=True)
+
+
 def hold_out(labels: torch.Tensor) -> torch.Tensor:
-    """Which images are kept from the training: as large a share of every class, drawn at random."""
+    """Which images are kept from the training: as large a share of every class, drawn at random.
+
+    Where no class has enough for that, one image of each that has several.
+    """
     held_out = torch.zeros(len(labels), dtype=torch.bool)
+    counts = labels.bincount()
+    kept = counts // HELD_OUT if counts.max() >= HELD_OUT else (counts > 1).long()
     for label in labels.unique().tolist():
         members = torch.nonzero(labels == label).flatten()
         order = torch.randperm(len(members), generator=generator_for("held out", label))
-        held_out[members[order[: len(members) // HELD_OUT]]] = True
+        held_out[members[order[: kept[label]]]] = True
     return held_out
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from common.errors import UserError
+
 SCORE_SPLITS = 10
 KERNEL_SUBSETS, KERNEL_SUBSET_SIZE = 100, 1000
 PRECISION_NEIGHBOURS, COVERAGE_NEIGHBOURS = 3, 5
@@ -24,9 +26,15 @@ class Moments:
     mean: torch.Tensor
     covariance: torch.Tensor
 
+    def __post_init__(self) -> None:
+        if not (self.mean.isfinite().all() and self.covariance.isfinite().all()):
+            raise UserError("features whose mean and covariance are no finite numbers: the network or file is damaged")
+
     @classmethod
     def of_sums(cls, count: int, total: torch.Tensor, outer: torch.Tensor) -> Moments:
         """From the sums of f and of f f^T; the covariance is the unbiased one, as in every implementation of FID."""
+        if count < 2:
+            raise UserError(f"a set of {count} image(s) has no covariance: two are needed, and many to be measured by")
         mean = total / count
         return cls(mean, (outer - count * torch.outer(mean, mean)) / (count - 1))
 
@@ -84,6 +92,11 @@ class Neighbourhoods:
 
     @classmethod
     def of(cls, features: torch.Tensor, device: torch.device) -> Neighbourhoods:
+        if len(features) <= COVERAGE_NEIGHBOURS:
+            raise UserError(
+                f"a set of {len(features)} images is too small for precision and recall: "
+                f"an image needs {COVERAGE_NEIGHBOURS} neighbours"
+            )
         # Where there is float64: distances between equal images are then zero but for rounding far below any other.
         features = features.to(device, torch.float32 if device.type == "mps" else torch.float64)
         farthest = COVERAGE_NEIGHBOURS + 1  # each is its own nearest

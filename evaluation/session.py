@@ -13,7 +13,6 @@ import yaml
 from common import interruption
 from common.cores import default_num_workers
 from common.errors import UserError
-from common.files import make_folder
 from evaluation.asked import Asked, add_classes, check_unconditional, describe_classes
 from evaluation.curves import draw_guidance, draw_run
 from evaluation.features import announce_speed, compile_networks, extract
@@ -92,7 +91,7 @@ class Session:
             raise UserError(f"--num_images {count}: there are only {len(images)} images in {options.generated}")
         if count < FEWEST_IMAGES:
             raise UserError(f"--generated {options.generated}: {count} images, at least {FEWEST_IMAGES} are needed")
-        output_dir = self._output_dir(None)
+        output_dir = Path(options.output_dir).expanduser() if options.output_dir else None
         _, reference = self._reference(images.size, images.is_grey(), count)
         measured = None
         if self.processes.is_main:
@@ -108,7 +107,7 @@ class Session:
         """Every checkpoint of a run that has not been measured in this way."""
         options, processes = self.options, self.processes
         run_dir = Path(options.run_dir).expanduser()
-        output_dir = self._output_dir(run_dir)
+        output_dir = Path(options.output_dir).expanduser() if options.output_dir else run_dir
         models = models_of(options.run_dir, options.checkpoints, options.weights) if processes.is_main else None
         models = processes.collect(models)[0]
         count = DEFAULT_IMAGES if options.num_images is None else options.num_images
@@ -160,13 +159,6 @@ class Session:
             for picture in [*draw_run(output_dir, rows, self._has_score), *draw_guidance(output_dir, rows)]:
                 logger.info("Drew %s", picture)
             update_evaluation(output_dir)
-
-    def _output_dir(self, default: Path | None) -> Path | None:
-        """Where results go; made now, not after an hour's work."""
-        path = Path(self.options.output_dir).expanduser() if self.options.output_dir else default
-        if path is not None and self.processes.is_main:
-            make_folder(path)
-        return path
 
     def _asked(self, model: SavedModel, images: ImageSet | None, count: int) -> tuple[Asked | None, list[NoCondition]]:
         """For a conditional run what its samples are to show, and what they are told at every guidance scale."""

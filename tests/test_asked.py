@@ -68,6 +68,30 @@ def test_a_classifier_is_trained_once(reader, digits, cache_dir, monkeypatch):
         load_classifier(images, labels.flip(0), cache_dir, CPU)
 
 
+def test_a_damaged_classifier_is_trained_again(reader, digits, tmp_path, monkeypatch):
+    trained = reader.network.state_dict()
+    monkeypatch.setattr(classifier, "train", lambda untrained, *_: untrained.load_state_dict(trained))
+    load_classifier(*digits, tmp_path, CPU)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:5000]):
+        path.write_bytes(damaged)
+        assert load_classifier(*digits, tmp_path, CPU).accuracy == reader.accuracy
+        assert path.read_bytes() == whole
+
+
+def test_a_cache_that_is_no_folder_is_said_before_training(digits, tmp_path, monkeypatch):
+    monkeypatch.setattr(classifier, "train", lambda *_: pytest.fail("trained for nothing"))
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file: this folder cannot be made"):
+        load_classifier(*digits, tmp_path / "file", CPU)
+
+
+def test_something_is_held_out_of_small_classes_too():
+    labels = torch.tensor([0, 0, 0, 1, 2, 2])
+    assert torch.bincount(labels[hold_out(labels)], minlength=3).tolist() == [1, 0, 1]
+
+
 def test_what_is_held_out_is_not_learnt(digits, tmp_path, monkeypatch):
     learnt = []
     monkeypatch.setattr(classifier, "train", lambda _, *learning: learnt.extend(learning))

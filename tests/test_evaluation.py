@@ -221,11 +221,6 @@ class TestErrors:
         with pytest.raises(UserError, match="few: 4 real images, at least 10 are needed"):
             evaluate(f"--generated={generated}", f"--real={folder}")
 
-    def test_an_output_folder_that_cannot_be_is_said_before_the_work(self, evaluate, generated, real, tmp_path):
-        (tmp_path / "file").write_text("")
-        with pytest.raises(UserError, match="file: this folder cannot be made"):
-            evaluate(f"--generated={generated}", f"--real={real}", f"--output_dir={tmp_path / 'file'}")
-
     def test_fewer_images_than_asked(self, evaluate, generated, real):
         with pytest.raises(UserError, match=r"--num_images 25: there are only 24 images in .*generated"):
             evaluate(f"--generated={generated}", f"--real={real}", "--num_images=25")
@@ -252,6 +247,11 @@ class TestErrors:
             evaluate(f"--generated={tmp_path / 'empty'}", f"--real={real}")
         with pytest.raises(UserError, match=r"--real .*nowhere: there is no such file or folder"):
             evaluate(f"--generated={real}", f"--real={tmp_path / 'nowhere'}")
+
+    def test_output_that_cannot_be_written_is_said_first(self, evaluate, generated, real, tmp_path):
+        (tmp_path / "file").touch()
+        with pytest.raises(UserError, match="file: this folder cannot be made"):
+            evaluate(f"--generated={generated}", f"--real={real}", f"--output_dir={tmp_path}/file", features="nothing")
 
     def test_npz_of_something_else(self, evaluate, real, tmp_path):
         np.savez(tmp_path / "floats.npz", arr_0=np.zeros((20, 8, 8, 3)))
@@ -666,6 +666,74 @@ def test_runs_measured_otherwise_are_not_compared(tmp_path):
     other = write_table(tmp_path / "other", [row_of(1, {"fid@200": 80.0})])
     with pytest.raises(UserError, match="no number of images, sampler and reference that all runs"):
         compare_runs([str(one), str(other)], tmp_path / "out")
+
+
+def test_runs_are_compared_in_other_features_too(tmp_path):
+    from evaluation.comparison import compare_runs
+
+    tables = [
+        write_table(tmp_path / name, [row_of(step, {"fd_dinov2@100": 500 / step}) for step in range(first, 4)])
+        for name, first in (("slow", 1), ("fast", 2))
+    ]
+    compare_runs([str(table) for table in tables], tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "FD_vs_TrainingSeconds.png",
+        "FD_vs_TrainingSteps.png",
+        "time_to_fd.csv",
+    }
+    assert float(read_csv(tmp_path / "out" / "time_to_fd.csv")[-1]["fd"]) == pytest.approx(500 / 3)
+
+
+def test_fid_is_compared_in_the_mode_of_published_numbers_first(tmp_path):
+    from evaluation.comparison import common_key
+
+    metrics = {"fid@100": 9.0, "fid_clean@100": 8.0, "fd_dinov2@100": 300.0}
+    assert common_key({"run": [row_of(1, metrics)]})[0] == "fid@100"
+    del metrics["fid@100"]
+    assert common_key({"run": [row_of(1, metrics)]})[0] == "fid_clean@100"
+    assert common_key({"run": [row_of(1, {**metrics, "fd_dinov2@200": 300.0})]})[0] == "fd_dinov2@200"
+
+
+def test_checkpoints_of_which_no_time_is_known_are_compared_by_step_alone(tmp_path):
+    from evaluation.comparison import COMPARED, compare_runs, line_of
+
+    rows = [row_of(1, {"fid@100": 80.0}), row_of(2, {"fid@100": 40.0}, train_seconds=None)]
+    runs = [str(write_table(tmp_path / name, rows)) for name in ("one", "other")]
+    compare_runs(runs, tmp_path / "out")
+    key = ("fid@100", *(rows[0][part] for part in COMPARED))
+    assert line_of(rows, key, "train_seconds") == [(10.0, 80.0)]
+    assert line_of(rows, key, "step") == [(1, 80.0), (2, 40.0)]
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path, monkeypatch):
+    from evaluation.comparison import compare_runs
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/run", "run"):
+        write_table(tmp_path / name, [row_of(1, {"fid@100": 80.0})])
+    compare_runs(["a/run", "run"], Path("out"))
+    (row,) = read_csv(tmp_path / "out" / "time_to_fid.csv")
+    assert {"run seconds", f"{tmp_path}/run seconds"} < row.keys()
+
+
+def test_runs_that_cannot_be_compared_are_said(tmp_path, monkeypatch):
+    from evaluation.comparison import compare_runs
+
+    write_table(tmp_path / "one", [row_of(1, {"fid@100": 80.0})])
+    write_table(tmp_path / "other", [row_of(1, {"kid@100": 0.1})])
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for runs, out, message in (
+        (["one", f"{tmp_path}/one"], "out", f"--compare one {tmp_path}/one: one run is named twice"),
+        (["one", "~/other"], "out", "other: no FID and time of training"),
+        (["one", "nowhere"], "out", "--compare nowhere: there are no measured checkpoints"),
+    ):
+        with pytest.raises(UserError, match=message):
+            compare_runs(runs, Path(out))
+    write_table(tmp_path / "other", [row_of(1, {"fid@100": 80.0})])
+    with pytest.raises(UserError, match="file: this folder cannot be made"):
+        compare_runs(["one", "other"], Path("file"))
 
 
 def test_help_needs_no_heavy_import():

@@ -14,6 +14,7 @@ from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics
 from torch_fidelity.metric_kid import kid_features_to_metric
 from torch_fidelity.metric_prc import prc_features_to_metric
 
+from common.errors import UserError
 from evaluation.metrics import (
     Moments,
     Neighbourhoods,
@@ -146,3 +147,13 @@ def test_the_inception_score_counts_classes():
     certain = 50 * torch.nn.functional.one_hot(torch.arange(1000) % 10, 1008).float()
     assert inception_score(certain) == (pytest.approx(10, rel=0.1), pytest.approx(0, abs=0.5))
     assert inception_score(torch.zeros(100, 1008)) == (pytest.approx(1), pytest.approx(0, abs=1e-9))
+
+
+def test_sets_that_cannot_be_measured_are_said(real):
+    with pytest.raises(UserError, match="a set of 1 image.s. has no covariance"):
+        moments(real[:1])
+    with pytest.raises(UserError, match="a set of 5 images is too small for precision and recall"):
+        Neighbourhoods.of(real[:5], CPU)
+    assert Neighbourhoods.of(real[:6], CPU).to_fifth.isfinite().all()
+    with pytest.raises(UserError, match="no finite numbers"):
+        moments(torch.cat([real, real[:1] * torch.nan]))
