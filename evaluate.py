@@ -36,7 +36,7 @@ def main() -> None:
     from evaluation.session import Session
 
     processes = start_processes(options.mixed_precision, allow_tf32=False)
-    cache_dir = Path(options.cache_dir or default_cache_dir())
+    cache_dir = Path(options.cache_dir or default_cache_dir()).expanduser()
     with processes.main_first():
         networks = load_networks(options, cache_dir, processes.device)
 

@@ -166,7 +166,7 @@ class TextCondition(Conditional):
         if processes.is_local_main:
             self._encoder = load_text_encoder(config.text_encoder, processes.device)
             identity = fingerprint(*self._encoder)
-            cache_dir = Path(config.cache_dir or default_cache_dir())
+            cache_dir = Path(config.cache_dir or default_cache_dir()).expanduser()
             files = (
                 identity,
                 *(encode_once(*self._encoder, identity, texts, cache_dir) for texts in (captions, self.rows_of_grid)),

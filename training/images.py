@@ -61,7 +61,7 @@ def load_training_images(config: TrainingConfig, source: ImageSource, processes:
         memory_limit_bytes=int(config.in_memory_limit_gb * 2**30),
         num_workers=num_workers,
         on_bad_image=config.on_bad_image,
-        cache_dir=Path(config.cache_dir or default_cache_dir()),
+        cache_dir=Path(config.cache_dir or default_cache_dir()).expanduser(),
         work_here=processes.is_local_main,
         wait=processes.wait,
     )
