@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """FID of CIFAR-10's test images against its training images, by evaluate.py and by those whom papers used.
 
-    python benchmarks/evaluation_parity.py ../shared/data/cifar10 --num_images 2000 10000
+    python benchmarks/evaluation_parity.py uoft-cs/cifar10 --num_images 2000 10000
 
 Everybody reads the same two folders of PNG files and does all of his own work: decoding, resizing, network, statistics
 and distance. The network's weights are the same, given to each in his own format; KID, precision and recall are

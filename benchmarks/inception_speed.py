@@ -7,6 +7,7 @@ Measured in turns on the same batch, already resized: the published TorchScript 
 evaluate.py as it is, compiled, and in bf16. The ratios are medians over the rounds; the features of all are compared.
 """
 
+import argparse
 import json
 import statistics
 import sys
@@ -29,6 +30,7 @@ WARM_UP = 2
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     source = find_source(default_cache_dir())
     digest = sha256(source)
     if digest == TORCH_FIDELITY:

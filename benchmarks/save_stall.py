@@ -8,6 +8,7 @@ alone, the call of `save`, the whole until the checkpoint is on the disk, and tr
 going on beside them.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -39,6 +40,7 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     # The paper's network; the images do not matter.
     config = parse_config(["--dataset_name=digits", "--resolution=32", "--channels=3", "--train_batch_size=1"])
     processes = start_processes("no", config.allow_tf32)

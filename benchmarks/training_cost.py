@@ -7,6 +7,7 @@ Nothing is measured here but the operations of the network. The share of the pea
 an assumption, printed with the result; take the hours as an order of magnitude.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -42,6 +43,7 @@ def forward_operations() -> int:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     forward = forward_operations()
     training = forward * (1 + BACKWARD) * PAPER_BATCH_SIZE * PAPER_STEPS
     sampling = forward * 1000 * 50_000

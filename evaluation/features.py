@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 RESIZED_AHEAD = 2  # batches
 WORTH_TIMING = 500  # images
-WORTH_COMPILING = 10_000  # images, by which the minute of compiling is about won back
+WORTH_COMPILING = 10_000  # images, by which the time of compiling is won back (benchmarks/inception_speed.json)
 
 
 @dataclass

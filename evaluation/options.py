@@ -37,7 +37,9 @@ class GeneratingOptions:
         None, "Images per process and forward pass (default: the largest that pays, measured at the start)."
     )
     guidance_scales: list[float] = option(
-        [1.0], "Of a conditional run, whose classes or captions take turns: guidance scales to measure; 1 is none."
+        [1.0],
+        "Guidance scales to measure, 1 being none, of a conditional run. It is told the real images' captions, or their "
+        "classes in the same proportions.",
     )
     keep_images: bool = option(False, "Keep them in the run's folder, where generate.py would put them.")
 
@@ -88,7 +90,9 @@ class FeatureOptions:
 class OutputOptions:
     _argument_group_name = "output"
 
-    output_dir: str | None = option(None, "Folder of tables and curves (default: the run's; images: only printed).")
+    output_dir: str | None = option(
+        None, "Folder of tables and curves (default: the run's; of --compare 'comparison'; images: only printed)."
+    )
     cache_dir: str | None = option(None, "Folder for weights, statistics and data (default: ~/.cache/exact-ddpm).")
     dataloader_num_workers: int | None = option(
         None, "Processes that decode images (default: min(4, usable cores / processes on this machine))."
