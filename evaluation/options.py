@@ -38,7 +38,7 @@ class GeneratingOptions:
     )
     guidance_scales: list[float] = option(
         [1.0],
-        "Guidance scales to measure, 1 being none, of a conditional run. It is told the real images' captions, or their "
+        "Guidance scales to measure, 1 being none, of a conditional run, told the real images' captions or their "
         "classes in the same proportions.",
     )
     keep_images: bool = option(False, "Keep them in the run's folder, where generate.py would put them.")
