@@ -27,6 +27,7 @@ from image_data.sources import spread
 
 if TYPE_CHECKING:
     from common.processes import Processes
+    from evaluation.classifier import Classifier
     from evaluation.features import Features
     from evaluation.images import Batch, EncodedImages
     from evaluation.networks import FeatureNetwork
@@ -86,14 +87,24 @@ class Asked:
             said = [several[0] for several in templates_filled(self.config["caption_template"], self.names)]
         told_in_turn = said if is_even else [said[label] for label in self.asked.tolist()]
         self.told = {"prompt" if by_text else "class_labels": told_in_turn}
+        # The images take memory that the other processes need not spend as well.
+        made = self._classifier_of(real, num_workers, cache_dir) if processes.is_main else None
+        made = processes.collect(made)[0]
+        if isinstance(made, UserError):
+            raise made
+        made.network.to(processes.device)
+        self.classifier = made
+
+    def _classifier_of(self, real: EncodedImages, num_workers: int, cache_dir: Path) -> Classifier | UserError:
+        """On the host, or the mistake that all processes are to hear of."""
         chosen = torch.as_tensor(spread(len(real), MOST_READ))
-        classifier = None
-        if processes.is_main:  # the images take memory that the others need not spend as well
+        try:
             pixels = torch.cat([images for _, images in batches_of(real, chosen, 256, num_workers)])
-            classifier = load_classifier(pixels, self.labels[chosen], cache_dir, processes.device)
-            classifier.network.cpu()
-        self.classifier = processes.collect(classifier)[0]
-        self.classifier.network.to(processes.device)
+            classifier = load_classifier(pixels, self.labels[chosen], cache_dir, self.processes.device)
+        except UserError as error:
+            return error
+        classifier.network.cpu()
+        return classifier
 
     def conditions(self, model: SavedModel, scales: list[float]) -> list[NoCondition]:
         """What the models of a run are told, at each guidance scale."""
