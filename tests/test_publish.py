@@ -88,7 +88,7 @@ def run(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(random.Random(number).randbytes(200_000 if name.endswith(".safetensors") else 100))
     (folder / "best_scores.csv").write_text(
-        "metric,best,step,weights,sampler,steps\nfid@10000,3.17251,5,ema,ddpm,1000\n"
+        "metric,best,step,weights,sampler,steps,settings,reference\nfid@10000,3.17251,5,ema,ddpm,1000,,cifar10[train]\n"
     )
     write_card(folder)
     return folder
