@@ -142,7 +142,7 @@ class Session:
                 logger.info("%s (%d of %d) has been measured already", named, number, len(jobs))
                 continue
             logger.info("%s (%d of %d), weights=%s", named, number, len(jobs), job.model.weights)
-            self._prepare(count, tuple(size))
+            self._prepare(count, tuple(size), others=count * (len(jobs) - number))
             try:
                 metrics = self._measure(measured, count, *self._images_of(job, count), reference, output_dir, asked)
             except interruption.Interrupted as stop:

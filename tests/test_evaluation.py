@@ -407,6 +407,12 @@ class TestRun:
         assert capsys.readouterr().err.count("has been measured already") == 2
         assert (measured_run / "evaluation_results.csv").read_bytes() == before
 
+    def test_all_images_that_are_left_decide_about_compiling(self, measured_run, evaluate, tmp_path, monkeypatch):
+        counts = []
+        monkeypatch.setattr("evaluation.session.compile_networks", lambda *given: counts.append(given[3]))
+        evaluate(f"--run_dir={measured_run}", *SAMPLED, f"--output_dir={tmp_path}")
+        assert counts == [24]
+
     def test_to_be_stopped_loses_only_what_was_being_measured(self, measured_run, evaluate, tmp_path, monkeypatch):
         from common.interruption import Interrupted
         from evaluation import session
