@@ -13,7 +13,7 @@ from pathlib import Path
 from common.errors import run_script
 from common.files import default_cache_dir, make_folder
 from common.launch import honour_requested_processes
-from evaluation.options import parse_evaluation
+from evaluation.evaluate_options import parse_evaluation
 
 logger = logging.getLogger("evaluate")
 

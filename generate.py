@@ -14,7 +14,7 @@ from common import interruption
 from common.errors import run_script
 from common.launch import honour_requested_processes
 from common.options import resolve_precision
-from generation.options import (
+from generation.generate_options import (
     build_method,
     default_sampler,
     describe_method,
@@ -31,11 +31,11 @@ def main() -> None:
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
-    from generation.conditions import condition_of
+    from conditions.guidance import condition_of
+    from generation.collection import open_collections
     from generation.engine import Job, Pace, generate
-    from generation.models import find_models, output_folder
-    from generation.output import open_collections
     from generation.pictures import draw_pictures, save_interpolation
+    from run_folder.saved_model import find_models, output_folder
 
     precision = resolve_precision(options.mixed_precision)
     processes = start_processes(precision, options.allow_tf32)
@@ -43,7 +43,7 @@ def main() -> None:
     # The models, how noise becomes images, and where they go.
     models = find_models(options.model, options.checkpoints, options.weights) if processes.is_main else None
     jobs, folders = [], []
-    for model in processes.collect(models)[0]:
+    for model in processes.all_gather(models)[0]:
         condition = condition_of(options, model, processes.device)
         job = Job(model, build_method(options, model, default_sampler(options)), condition=condition)
         logger.info("%s, %s weights: %s", model.source, model.weights, describe_method(job.method))

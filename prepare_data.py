@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from common import interruption
 from common.errors import UserError, run_script
 from common.files import make_folder, write_atomically
-from image_data.config import PrepareOptions, folders_of, parse_prepare_options
+from preparation.prepare_options import PrepareOptions, folders_of, parse_prepare_options
 
 if TYPE_CHECKING:
-    from image_data.layouts import Collection, Photo
+    from preparation.layouts import Collection, Photo
 
 logger = logging.getLogger("prepare_data")
 
@@ -36,9 +36,9 @@ def main() -> None:
     source, output = folders_of(options)
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
-    from common.lock import lock
+    from common.files import lock
     from common.processes import set_up_logging
-    from image_data.archives import opened
+    from preparation.archives import opened
 
     set_up_logging(is_main=True)
     sys.stdout.reconfigure(errors="backslashreplace")  # names of files may have letters that the terminal has not
@@ -55,9 +55,9 @@ def main() -> None:
 
 def prepare(options: PrepareOptions, source: Path, output: Path) -> None:
     """Write what is missing of the image folder."""
-    from image_data.archives import identity_of, opened
-    from image_data.files import printable
-    from image_data.prepare import Look, finish, is_complete, open_output, plan, with_captions, write_images
+    from preparation.archives import identity_of, opened
+    from preparation.image_folder import Look, finish, is_complete, open_output, plan, with_captions, write_images
+    from preparation.photo_files import printable
 
     settings = {name: value for name, value in asdict(options).items() if name not in NOT_SETTINGS}
     settings = {"source": str(source.resolve()), "archive": identity_of(source), **settings}
@@ -90,7 +90,7 @@ def prepare(options: PrepareOptions, source: Path, output: Path) -> None:
 
 def check(options: PrepareOptions, folder: Path, output: Path) -> bool:
     """Report on the photos; whether nothing in them would hurt."""
-    from image_data.check import draw_contact_sheet, find, inspect_photos, summary
+    from preparation.report import draw_contact_sheet, find, inspect_photos, summary
 
     collection, splits = photos_of(options, folder, output)
     seen = inspect_photos(collection.photos, options.num_workers)
@@ -104,8 +104,8 @@ def check(options: PrepareOptions, folder: Path, output: Path) -> bool:
 
 def photos_of(options: PrepareOptions, folder: Path, output: Path) -> "tuple[Collection, dict[str, list[Photo]]]":
     """Which photos there are, and which of them are for training and which for evaluation."""
-    from image_data.layouts import only_classes, recognise
-    from image_data.prepare import own_split, split_photos
+    from preparation.image_folder import own_split, split_photos
+    from preparation.layouts import only_classes, recognise
 
     collection = only_classes(recognise(folder, leave_out=output), options.classes)
     logger.info("%s: %s, %s images", options.source, collection.layout, f"{len(collection.photos):,}")

@@ -10,7 +10,7 @@ import sys
 from common.errors import run_script
 from common.launch import honour_requested_processes
 from common.options import resolve_precision
-from training.config import parse_config
+from run_folder.config import parse_config
 
 
 def main() -> None:
@@ -19,9 +19,9 @@ def main() -> None:
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
-    from training.conditioning import Unconditional
-    from training.images import load_training_images, open_source
-    from training.run import build_run, carry_out, check_before_work
+    from conditions.condition import Unconditional
+    from image_data.training_images import load_training_images, open_source
+    from training.setup import build_run, carry_out, check_before_work
 
     processes = start_processes(resolve_precision(config.mixed_precision), config.allow_tf32)
     check_before_work(config, processes)

@@ -14,7 +14,7 @@ from typing import get_args, get_type_hints
 from common.errors import UserError, run_script
 from common.files import first_existing
 from common.options import check_not_negative, check_positive, check_values, option, parse_options
-from training.config import DiffusionOptions
+from run_folder.config import DiffusionOptions
 
 
 @dataclass
@@ -111,7 +111,7 @@ def draw_diffusion(options: Options) -> list[Path]:
 
 def draw_run(options: Options) -> list[Path]:
     """Which timesteps a run drew, and how it fared on them."""
-    from visualization.run import (
+    from visualization.run_curves import (
         EFFECTIVE_SAMPLE_SIZE,
         draw_densities,
         draw_effective_sample_size,

@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from common.cores import usable_cores  # noqa: E402
 from common.files import default_cache_dir, sha256, write_atomically  # noqa: E402
+from common.machine import usable_cores  # noqa: E402
 from common.progress import progress_bar  # noqa: E402
 from evaluation.inception import InceptionV3, build, converted, find_source  # noqa: E402
 from image_data.sources import load_images  # noqa: E402

@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from common.cores import usable_cores  # noqa: E402
 from common.files import default_cache_dir, sha256, write_atomically  # noqa: E402
+from common.machine import usable_cores  # noqa: E402
 from evaluation.inception import SIZE, TORCH_FIDELITY, build, converted, find_source  # noqa: E402
 
 BATCH_SIZE = 50

@@ -24,11 +24,11 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from common.processes import start_processes  # noqa: E402
-from training.checkpoint import CheckpointWriter, checkpoint_files  # noqa: E402
-from training.conditioning import Unconditional  # noqa: E402
-from training.config import parse_config  # noqa: E402
-from training.images import load_training_images, open_source  # noqa: E402
-from training.run import build_run  # noqa: E402
+from conditions.condition import Unconditional  # noqa: E402
+from image_data.training_images import load_training_images, open_source  # noqa: E402
+from run_folder.checkpoint_files import CheckpointWriter, checkpoint_files  # noqa: E402
+from run_folder.config import parse_config  # noqa: E402
+from training.setup import build_run  # noqa: E402
 
 ROUNDS = 7
 

@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.config import PAPER_BATCH_SIZE, PAPER_STEPS  # noqa: E402
-from training.model import build_unet  # noqa: E402
+from run_folder.config import PAPER_BATCH_SIZE, PAPER_STEPS  # noqa: E402
+from training.network import build_unet  # noqa: E402
 
 # Peak dense rates in TFLOP/s from NVIDIA's data sheets: float32 (without TF32), TF32, bf16.
 PEAKS = {

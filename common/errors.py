@@ -30,7 +30,7 @@ def run_script(main: Callable[[], None]) -> None:
     try:
         main()
     except UserError as error:
-        if not _speaks():
+        if not _is_local_main():
             # Most mistakes are every process's, and the launcher ends the others when the first has said it. One
             # that only this process has met must be said too.
             interruption.stop_listening()
@@ -38,7 +38,7 @@ def run_script(main: Callable[[], None]) -> None:
         say(f"error: {error}")
         sys.exit(error.exit_code)
     except interruption.Interrupted as stop:
-        if _speaks():
+        if _is_local_main():
             say(str(stop))
         sys.exit(interruption.EXIT_INTERRUPTED)
 
@@ -57,6 +57,6 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _speaks() -> bool:
+def _is_local_main() -> bool:
     """One process of each machine does."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -7,6 +7,7 @@ which the program looks at where it can stop cleanly; a second SIGINT ends the p
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,3 +74,20 @@ def _handle(number: int, frame: FrameType | None) -> None:
         _requested, _requested_at = name, time.monotonic()
     elif number == signal.SIGINT and time.monotonic() - _requested_at > SAME_KEY_PRESS_SECONDS:
         os._exit(EXIT_KILLED_BY_PERSON)
+
+
+# Faults for the tests of what survives them: `EXACT_DDPM_FAULT=point` kills the process, as `kill -9` would,
+# when it comes to that point for the first time; `point@3` at the third time. docs/reliability.md lists the points.
+_visits = 0
+_visiting = threading.Lock()  # some points are in threads
+
+
+def fault_point(name: str) -> None:
+    """A place where a process may be killed."""
+    global _visits
+    wanted, _, visit = os.environ.get("EXACT_DDPM_FAULT", "").partition("@")
+    if wanted == name:
+        with _visiting:
+            _visits += 1
+            if _visits == int(visit or 1):
+                os.kill(os.getpid(), signal.SIGKILL)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from common.cores import usable_cores
 from common.errors import RunFailed, UserError
+from common.machine import usable_cores
 from common.progress import BarFriendlyHandler
 
 if TYPE_CHECKING:
@@ -62,16 +62,16 @@ class Processes:
         if self.count == 1:
             return flag
         shared = torch.tensor([flag], dtype=torch.int8)
-        with self.noticing_loss():
+        with self.reporting_dead_peers():
             dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._control)
         return bool(shared.item())
 
-    def collect(self, item: object) -> list:
+    def all_gather(self, item: object) -> list:
         """What every process has, on every process; for rare and small things."""
         if self.count == 1:
             return [item]
         items = [None] * self.count
-        with self.noticing_loss():
+        with self.reporting_dead_peers():
             dist.all_gather_object(items, item, group=self._patient)
         return items
 
@@ -80,7 +80,7 @@ class Processes:
         if self.count == 1:
             return tensor
         total = tensor.clone()
-        with self.noticing_loss():
+        with self.reporting_dead_peers():
             dist.all_reduce(total, group=self._patient)
         return total
 
@@ -88,17 +88,17 @@ class Processes:
         """All processes' rows of a tensor on the CPU, on the main process; the others are left with none."""
         if self.count == 1:
             return rows
-        counts = self.collect(len(rows))
+        counts = self.all_gather(len(rows))
         # Collectives want one size.
         filled = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])])
         parts = [torch.empty_like(filled) for _ in counts] if self.is_main else None
-        with self.noticing_loss():
+        with self.reporting_dead_peers():
             dist.gather(filled, parts, group=self._patient)
         return torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)]) if self.is_main else rows[:0]
 
     def wait(self) -> None:
         if self.count > 1:
-            with self.noticing_loss():
+            with self.reporting_dead_peers():
                 dist.barrier(group=self._patient)
 
     @contextmanager
@@ -111,7 +111,7 @@ class Processes:
             self.wait()
 
     @contextmanager
-    def noticing_loss(self) -> Iterator[None]:
+    def reporting_dead_peers(self) -> Iterator[None]:
         """Where processes talk: if one no longer answers, end with its number instead of a hang or a traceback."""
         try:
             yield
@@ -128,7 +128,7 @@ class Processes:
         """A place to answer a roll call that needs no connection to the one who is lost; process 0 keeps it."""
         host = os.environ["MASTER_ADDR"]
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.is_main else None
-        port = self.collect(store.port if store is not None else None)[0]
+        port = self.all_gather(store.port if store is not None else None)[0]
         return store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
     def _lost(self) -> str:
@@ -173,7 +173,7 @@ class SharedCount:
         if self._processes.count == 1:
             self._value += amount
             return self._value - amount
-        with self._processes.noticing_loss():
+        with self._processes.reporting_dead_peers():
             return self._processes._store.add(self._name, amount) - amount
 
 

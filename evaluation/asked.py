@@ -14,27 +14,27 @@ import yaml
 
 from common.errors import UserError
 from common.files import write_atomically
+from conditions.guidance import conditions_at, read_condition
 from evaluation.classifier import load_classifier
-from evaluation.images import batches_of
+from evaluation.image_sets import batches_of
 from evaluation.metrics import Moments, frechet_distance
 from evaluation.results import KEYS, as_csv
 from evaluation.statistics import MOST_FEATURES_KEPT
-from generation.conditions import conditions_at, read_condition
-from generation.models import CONFIG
-from generation.options import ConditionOptions
+from generation.generate_options import ConditionOptions
 from image_data.annotations import find_captions, find_labels, templates_filled
 from image_data.sources import spread
+from run_folder.saved_model import CONFIG
 
 if TYPE_CHECKING:
     from common.processes import Processes
+    from conditions.guidance import NoCondition
     from evaluation.classifier import Classifier
     from evaluation.features import Features
-    from evaluation.images import Batch, EncodedImages
+    from evaluation.image_sets import Batch, EncodedImages
     from evaluation.networks import FeatureNetwork
     from evaluation.results import Measured
     from evaluation.statistics import Statistics
-    from generation.conditions import NoCondition
-    from generation.models import SavedModel
+    from run_folder.saved_model import SavedModel
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Asked:
         self.told = {"prompt" if by_text else "class_labels": told_in_turn}
         # The images take memory that the other processes need not spend as well.
         made = self._classifier_of(real, num_workers, cache_dir) if processes.is_main else None
-        made = processes.collect(made)[0]
+        made = processes.all_gather(made)[0]
         if isinstance(made, UserError):
             raise made
         made.network.to(processes.device)

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
-from common.cores import usable_cores
-from common.devices import Arriving, to_device
 from common.errors import UserError, first_line
+from common.machine import PendingCopy, to_device, usable_cores
 from common.progress import progress_bar
 from evaluation.metrics import Moments
 
 if TYPE_CHECKING:
     from common.processes import Processes
-    from evaluation.images import Batch
+    from evaluation.image_sets import Batch
     from evaluation.networks import FeatureNetwork
 
 logger = logging.getLogger(__name__)
@@ -158,7 +157,7 @@ class _Pass:
         self.sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.indices: list[torch.Tensor] = []
         self.kept: dict[str, list[torch.Tensor]] = collections.defaultdict(list)
-        self._last: dict[str, Arriving] = {}
+        self._last: dict[str, PendingCopy] = {}
 
     def add(self, indices: torch.Tensor, images: torch.Tensor) -> None:
         padded = _padded(images, self.batch_size)
@@ -174,7 +173,7 @@ class _Pass:
             outer.addmm_(values.T, values)
         # One batch late: by then the copy has arrived, and the device has this batch to compute.
         self._keep()
-        self._last = {name: Arriving(output) for name, output in outputs.items() if name != "spatial"}
+        self._last = {name: PendingCopy(output) for name, output in outputs.items() if name != "spatial"}
         self.indices.append(indices)
 
     def _say_error(self, images: torch.Tensor, features: torch.Tensor) -> None:
@@ -212,7 +211,7 @@ class _Pass:
         """A process that got no image, the others having been quicker, takes part with nothing."""
         widths = {name: parts[0].shape[1] for name, parts in self.kept.items()}
         summed = {name: len(total) for name, (total, _) in self.sums.items()}
-        for other_widths, other_summed in processes.collect((widths, summed)):
+        for other_widths, other_summed in processes.all_gather((widths, summed)):
             for name, width in other_widths.items():
                 self.kept[name] = self.kept[name] or [torch.zeros(0, width)]
             for name, width in other_summed.items():

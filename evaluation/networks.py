@@ -16,7 +16,7 @@ from common.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-    from evaluation.options import EvaluationOptions
+    from evaluation.evaluate_options import EvaluationOptions
 
 HEADLINE = "legacy_tensorflow"  # the mode of published numbers
 PUBLISHED = {"dinov2": "facebook/dinov2-large", "clip": "openai/clip-vit-base-patch32"}

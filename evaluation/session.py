@@ -11,14 +11,15 @@ import torch
 import yaml
 
 from common import interruption
-from common.cores import default_num_workers
 from common.errors import UserError
+from common.machine import default_num_workers
+from conditions.guidance import ALL, NoCondition, conditions_at, read_condition
 from evaluation.asked import Asked, add_classes, check_unconditional, describe_classes
 from evaluation.curves import draw_guidance, draw_run
+from evaluation.evaluate_options import FEWEST_IMAGES
 from evaluation.features import announce_speed, compile_networks, extract
-from evaluation.images import EncodedImages, ImageSet, batches_of, open_images
+from evaluation.image_sets import EncodedImages, ImageSet, batches_of, open_images
 from evaluation.measure import columns_of, measure
-from evaluation.options import FEWEST_IMAGES
 from evaluation.results import (
     RESULTS,
     Measured,
@@ -30,7 +31,7 @@ from evaluation.results import (
     log_to_tensorboard,
     read_results,
 )
-from evaluation.run import (
+from evaluation.samples import (
     generated_batches,
     keep_images,
     kept_images,
@@ -40,20 +41,19 @@ from evaluation.run import (
     training_images,
 )
 from evaluation.statistics import Statistics, named_statistics, reference_statistics, save_statistics
-from generation.conditions import ALL, NoCondition, conditions_at, read_condition
+from generation.collection import RECORD
 from generation.engine import Job
-from generation.models import CONFIG
-from generation.options import ConditionOptions, build_method
-from generation.output import RECORD
+from generation.generate_options import ConditionOptions, build_method
 from image_data.sources import load_images, spread
-from training.publish import update_evaluation
+from run_folder.publish import update_evaluation
+from run_folder.saved_model import CONFIG
 
 if TYPE_CHECKING:
     from common.processes import Processes
-    from evaluation.images import Batch
+    from evaluation.evaluate_options import EvaluationOptions
+    from evaluation.image_sets import Batch
     from evaluation.networks import FeatureNetwork
-    from evaluation.options import EvaluationOptions
-    from generation.models import SavedModel
+    from run_folder.saved_model import SavedModel
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Session:
         run_dir = Path(options.run_dir).expanduser()
         output_dir = Path(options.output_dir).expanduser() if options.output_dir else run_dir
         models = models_of(options.run_dir, options.checkpoints, options.weights) if processes.is_main else None
-        models = processes.collect(models)[0]
+        models = processes.all_gather(models)[0]
         count = DEFAULT_IMAGES if options.num_images is None else options.num_images
         methods = [build_method(options, model) for model in models]
         for model in models:
@@ -138,7 +138,7 @@ class Session:
                 ] + (asked.columns() if asked else [])
                 done = row is not None and all(row.get(column) is not None for column in wanted)
             named = " ".join(filter(None, [job.model.name, job.condition.guidance.name]))
-            if processes.collect(done)[0]:
+            if processes.all_gather(done)[0]:
                 logger.info("%s (%d of %d) has been measured already", named, number, len(jobs))
                 continue
             logger.info("%s (%d of %d), weights=%s", named, number, len(jobs), job.model.weights)
@@ -269,7 +269,7 @@ class Session:
         """Images of a checkpoint, kept or made now, and a name for the bar unless they come with their own."""
         options, processes = self.options, self.processes
         precision = options.mixed_precision
-        kept = processes.collect(kept_images(job, count, precision) if processes.is_main else None)[0]
+        kept = processes.all_gather(kept_images(job, count, precision) if processes.is_main else None)[0]
         if kept is None and options.keep_images:
             kept = keep_images(job, count, options.batch_size, precision, processes)
         if kept is not None:

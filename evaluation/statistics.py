@@ -20,14 +20,14 @@ from safetensors.torch import save_file
 
 from common.errors import UserError
 from evaluation.features import extract
-from evaluation.images import batches_of
+from evaluation.image_sets import batches_of
 from evaluation.metrics import Moments, Neighbourhoods
 from image_data.sources import spread
 
 if TYPE_CHECKING:
     from common.processes import Processes
     from evaluation.features import Features
-    from evaluation.images import ImageSet
+    from evaluation.image_sets import ImageSet
     from evaluation.networks import FeatureNetwork
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def reference_statistics(
     wanted = [identity_of(images, network) for network in networks]
     found = [_from_cache(identity, cache_dir) for identity in wanted] if processes.is_main else []
     # The main process has looked: a file may come or go in between.
-    missing = processes.collect([one is None for one in found])[0]
+    missing = processes.all_gather([one is None for one in found])[0]
     todo = [network for network, absent in zip(networks, missing, strict=True) if absent]
     if todo:
         before()

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common import faults, interruption
+from common import interruption
 from common.errors import UserError, first_line
 from common.progress import progress_bar
-from generation.conditions import NoCondition
-from generation.denoise import denoise, to_uint8
-from generation.options import BATCHES_TO_SHARE, SMALLEST_BATCH
+from conditions.guidance import NoCondition
+from generation.generate_options import BATCHES_TO_SHARE, SMALLEST_BATCH
+from schedulers.denoising_loop import denoise, to_uint8
 
 if TYPE_CHECKING:
     from common.processes import Processes
-    from generation.models import SavedModel
-    from schedulers.sampling import SamplingMethod
+    from run_folder.saved_model import SavedModel
+    from schedulers.denoising import SamplingMethod
 
 logger = logging.getLogger(__name__)
 
@@ -93,12 +93,12 @@ def generate(jobs: Sequence[Job], processes: Processes, pace: Pace) -> Iterator[
             else:
                 yield job, seeds, images
                 made += len(seeds)
-                faults.point("generated")
+                interruption.fault_point("generated")
                 stopped = interruption.requested() is not None
         if stopped:
             taken.add(len(items))  # the others finish their batch and find no other
         bar.report()
-        signals, counts = zip(*processes.collect((interruption.requested() if stopped else None, made)), strict=True)
+        signals, counts = zip(*processes.all_gather((interruption.requested() if stopped else None, made)), strict=True)
         if processes.is_main:  # it keeps the count, and now knows everybody's
             bar.report()
     if any(signals):
@@ -182,7 +182,7 @@ class RunningNetwork:
 def log_estimate(items: list[tuple[Job, list[int]]], processes: Processes, pace: Pace, seconds: float) -> None:
     """How long all of it will take, by a pass of the first network on every process."""
     passes = sum(len(job.method.timesteps) for job, _ in items)
-    passes_per_second = sum(1 / other for other in processes.collect(seconds))
+    passes_per_second = sum(1 / other for other in processes.all_gather(seconds))
     logger.info(
         "%s images to generate in batches of %d on %d process(es): about %s",
         f"{sum(len(seeds) for _, seeds in items):,}",
@@ -216,7 +216,7 @@ def choose_batch_size(job: Job, processes: Processes, num_images: int, channels_
         candidate *= 2
     del running
     gc.collect()
-    return min(processes.collect(size))
+    return min(processes.all_gather(size))
 
 
 def too_large(batch_size: int, processes: Processes) -> UserError:

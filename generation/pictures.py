@@ -9,24 +9,24 @@ import torch
 import yaml
 from PIL import Image
 
-from common.cores import default_num_workers
 from common.errors import UserError
 from common.files import default_cache_dir
+from common.machine import default_num_workers
 from common.progress import progress_bar
 from common.randomness import standard_normal
-from generation.denoise import NOISE_KEY, to_uint8
 from generation.engine import Job, Pace, RunningNetwork
-from generation.grid import beside_names, image_grid, side_by_side
-from generation.models import CONFIG
-from generation.options import seeds_of
+from generation.generate_options import seeds_of
 from generation.writers import said_in_one_line, written_aside
+from image_data.grid import beside_names, image_grid, side_by_side
 from image_data.sources import load_images
 from image_data.store import prepare_images
+from run_folder.saved_model import CONFIG
+from schedulers.denoising_loop import NOISE_KEY, to_uint8
 
 if TYPE_CHECKING:
     from common.processes import Processes
-    from generation.conditions import Layout
-    from generation.options import GenerationOptions
+    from conditions.guidance import Layout
+    from generation.generate_options import GenerationOptions
     from image_data.store import InMemoryImages, StreamedImages
 
 SHOWN = 16  # images in a GIF or beside their neighbours

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from common import faults
-from common.cores import MOST_WORKERS
+from common import interruption
 from common.errors import RunFailed
 from common.files import replace_folder
+from common.machine import MOST_WORKERS
 
 WRITTEN = ("images", "samples.npz", "data", ".data.tmp", ".data.old", "parts")  # by any of the formats
 MOST_WAITING = 64  # pieces of work: the threads hold the generation up rather than fill the memory
@@ -133,7 +133,7 @@ class PngFolder(ImageWriter):
             path.parent.mkdir(parents=True, exist_ok=True)
             with written_aside(path) as aside:
                 aside.write_bytes(as_png(image))
-                faults.point("image")
+                interruption.fault_point("image")
 
     def read(self, seeds: list[int]) -> torch.Tensor:
         pixels = [np.atleast_3d(np.asarray(Image.open(self.path(seed)))) for seed in seeds]
@@ -181,7 +181,7 @@ class _Parts(ImageWriter):
         digest = zlib.crc32(np.array(seeds).tobytes())
         with written_aside(folder / f"{seeds[0]:06d}-{seeds[-1]:06d}-{digest:08x}{self.suffix}") as aside:
             self._write_part(aside, seeds, images)
-            faults.point("image")
+            interruption.fault_point("image")
 
     def read(self, seeds: list[int]) -> torch.Tensor:
         wanted, found = set(seeds), {}
@@ -196,7 +196,7 @@ class _Parts(ImageWriter):
         """Put the parts together, unless that has been done."""
         if (self.folder / "parts").is_dir():
             self._assemble()
-            faults.point("assembled")
+            interruption.fault_point("assembled")
             shutil.rmtree(self.folder / "parts")
 
     def _files(self) -> list[Path]:

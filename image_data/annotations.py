@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from common.errors import UserError
-from image_data.layouts import ANIMALS10
 from image_data.sources import ImageSource
+from preparation.layouts import ANIMALS10
 
 LABEL_COLUMNS = ("label", "labels", "class")
 CAPTION_COLUMNS = ("caption", "captions", "text", "prompt")

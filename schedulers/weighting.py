@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from schedulers.timesteps import speed_tau
+from schedulers.timestep_samplers import speed_tau
 
 
 def signal_to_noise(alphas_cumprod: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ def make_tiny_network(folder: Path, **settings: object) -> Path:
     """The paper's network with few channels, for 8x8 grey images: a step takes milliseconds."""
     from diffusers import UNet2DModel
 
-    from training.model import PAPER_ARITHMETIC
+    from training.network import PAPER_ARITHMETIC
 
     shape = {
         "norm_num_groups": 4,
@@ -98,7 +98,7 @@ def text_network(tmp_path_factory) -> Path:
     """A network that reads text, as small as the others."""
     from diffusers import UNet2DConditionModel
 
-    from training.model import PAPER_ARITHMETIC
+    from training.network import PAPER_ARITHMETIC
 
     folder = tmp_path_factory.mktemp("tiny") / "network"
     settings = {

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import make_tiny_flags, make_tiny_network  # noqa: E402
 
 import train_unconditional  # noqa: E402
-from common.checkpoints import FORMAT_VERSION  # noqa: E402
+from run_folder.checkpoints import FORMAT_VERSION  # noqa: E402
 
 if __name__ == "__main__":
     target = Path(__file__).parent / "fixtures" / f"checkpoint-v{FORMAT_VERSION}"

@@ -2,7 +2,7 @@
 
     python tests/storm.py --kills 10      # what `make faults` does; writes docs/reliability.json
 
-A kill comes at a random moment or at a named point of the program (`common/faults.py`). Everything a run leaves must
+A kill comes at a random moment or at a named point of the program (`common/interruption.py`). What a run leaves must
 be the same to the bit: weights, moving average, optimiser, state, sample grids, metrics, curves.
 """
 

@@ -18,14 +18,14 @@ from scipy.stats import beta, kstest
 from sklearn.feature_selection import SelectKBest, f_regression
 from storm import TIMING
 
-import training.run
+import training.setup
 from common.errors import UserError
 from common.randomness import generator_for
-from schedulers.adaptive import TRIES, AdaptiveTimestepSampling, LossSecondMoment, beta_draws, most_telling
+from run_folder.checkpoint_files import copy_out
+from schedulers.adaptive_samplers import TRIES, AdaptiveTimestepSampling, LossSecondMoment, beta_draws, most_telling
 from schedulers.ddpm import build_scheduler
-from schedulers.sampler import Update
-from training.checkpoint import copy_out
-from training.timesteps import TimestepSampling
+from schedulers.timestep_samplers import Update
+from training.timestep_sampling import TimestepSampling
 
 T = 20
 CUMULATIVE = build_scheduler(num_train_timesteps=T).alphas_cumprod
@@ -197,7 +197,7 @@ def test_another_history_does_not_fit(train, tmp_path):
 
 def note(name: Path, run: Callable[[], object]) -> None:
     """Run a training; write down what this process drew, and the state that its sampler ended with."""
-    drawn, draw, train_loop = [], TimestepSampling.draw, training.run.train
+    drawn, draw, train_loop = [], TimestepSampling.draw, training.setup.train
 
     def noting_draw(self, step, pixels):
         timesteps, weights = draw(self, step, pixels)
@@ -211,7 +211,7 @@ def note(name: Path, run: Callable[[], object]) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TimestepSampling, "draw", noting_draw)
-        patch.setattr(training.run, "train", noting_loop)
+        patch.setattr(training.setup, "train", noting_loop)
         run()
 
 

@@ -17,7 +17,7 @@ from common.errors import UserError
 from evaluation import classifier
 from evaluation.asked import Asked, in_proportion
 from evaluation.classifier import Classifier, hold_out, load_classifier
-from evaluation.images import EncodedImages, batches_of, open_images
+from evaluation.image_sets import EncodedImages, batches_of, open_images
 from image_data.annotations import find_labels
 from image_data.sources import load_images
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from common.options import resolve_precision
+from run_folder.config import parse_config, resolve_batch
 from schedulers.ddpm import build_scheduler
 from training.audit import audit, format_audit
-from training.config import parse_config, resolve_batch
-from training.model import build_unet
-from training.optimizer import build_ema, build_optimizer
+from training.network import build_unet
+from training.update import build_ema, build_optimizer
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_every_deviation_is_marked(paper_unet, flags, what):
 def test_the_library_network_is_marked_though_its_size_is_the_same(paper_unet):
     from diffusers import UNet2DModel
 
-    from training.model import PAPER_CIFAR10, PAPER_CIFAR10_PARAMETERS
+    from training.network import PAPER_CIFAR10, PAPER_CIFAR10_PARAMETERS
 
     wrong = {"norm_eps": 1e-5, "attention_head_dim": 8, "downsample_padding": 1, "freq_shift": 0,
              "flip_sin_to_cos": True}  # fmt: skip

@@ -15,9 +15,9 @@ from test_prepare import BAD, GOOD, attic, encoded, picture, put  # noqa: F401 (
 
 import prepare_data
 from common.interruption import Interrupted
-from image_data import check
-from image_data.check import HASH_DISTANCE, groups_of_near_duplicates, perceptual_hash
 from image_data.decode import UndecodableImage, decode_image, inspect_image
+from preparation import report as report_room
+from preparation.report import HASH_DISTANCE, groups_of_near_duplicates, perceptual_hash
 
 
 @pytest.fixture
@@ -180,8 +180,8 @@ def all_pairs(hashes, small):
             if (int(hashes[one]) ^ int(hashes[other])).bit_count() <= HASH_DISTANCE:
                 a, b = small[one].astype(float), small[other].astype(float)
                 deviations = a.std() * b.std()
-                alike = ((a - a.mean()) * (b - b.mean())).mean() > check.CORRELATION * deviations
-                if alike or np.abs(a - b).mean() < check.GREY_LEVELS:
+                alike = ((a - a.mean()) * (b - b.mean())).mean() > report_room.CORRELATION * deviations
+                if alike or np.abs(a - b).mean() < report_room.GREY_LEVELS:
                     merged = links[one] | links[other]
                     for member in merged:
                         links[member] = merged
@@ -190,7 +190,7 @@ def all_pairs(hashes, small):
 
 @pytest.mark.parametrize("most_pairs", [2**20, 300])
 def test_groups_are_those_of_all_pairs(most_pairs, monkeypatch):
-    monkeypatch.setattr(check, "MOST_PAIRS", most_pairs)
+    monkeypatch.setattr(report_room, "MOST_PAIRS", most_pairs)
     generator = np.random.default_rng(0)
     hashes, small = [], []
     for _ in range(40):
@@ -255,7 +255,7 @@ def test_the_contact_sheet_shows_every_class(report, tmp_path):
     sheet = Image.open(tmp_path / "report/contact_sheet.png").convert("RGB")
     for row, colour in enumerate(sorted(colours)):
         for column in range(8):
-            pixel = sheet.getpixel((check.SHEET_MARGIN + 98 * column + 40, 98 * row + 40))
+            pixel = sheet.getpixel((report_room.SHEET_MARGIN + 98 * column + 40, 98 * row + 40))
             assert np.abs(np.subtract(pixel, colours[colour])).max() <= 10
 
 
@@ -296,14 +296,14 @@ def test_workers_see_the_same(report, tmp_path):
 
 def test_a_signal_stops_the_check(report, tmp_path, monkeypatch):
     root = classes(tmp_path / "photos", {"cat": 20, "dog": 20})
-    look = check._Inspector._look
+    look = report_room._Inspector._look
 
     def stopped(self, photo):
         if photo.name == "cat/003.jpg":
             os.kill(os.getpid(), signal.SIGINT)
         return look(self, photo)
 
-    monkeypatch.setattr(check._Inspector, "_look", stopped)
+    monkeypatch.setattr(report_room._Inspector, "_look", stopped)
     before = signal.getsignal(signal.SIGINT)
     prepare_data.interruption.listen()
     try:

@@ -11,9 +11,9 @@ import torch
 from conftest import losses_of
 from safetensors.torch import load_file
 
-from common.checkpoints import InvalidCheckpoint, checkpoints, verify
 from common.errors import UserError
-from training.checkpoint import find_checkpoint
+from run_folder.checkpoint_files import find_checkpoint
+from run_folder.checkpoints import InvalidCheckpoint, checkpoints, verify
 
 EVERY_FILE = [
     "unet/config.json",

@@ -19,18 +19,18 @@ from test_training import assert_same_checkpoint
 
 from common.errors import RunFailed, UserError
 from common.interruption import Interrupted
-from generation.conditional_pipeline import encode_prompts, guide
-from generation.text import EncodedCaptions, encode_once, fingerprint, load_text_encoder, place_of, words_of
+from conditions.condition import ClassCondition, Conditional
+from conditions.conditional_pipeline import encode_prompts, guide
+from conditions.text_encoder import EncodedCaptions, encode_once, fingerprint, load_text_encoder, place_of, words_of
 from image_data.annotations import find_labels, spoken
 from image_data.batches import BalancedOrder, TrainingBatches
 from image_data.decode import decode_image
 from image_data.digits import load_digits
 from image_data.sources import load_images
+from run_folder.config import parse_conditional_config
 from schedulers.ddpm import build_scheduler
-from training.conditioning import ClassCondition, Conditional
-from training.config import parse_conditional_config
 from training.milestones import Milestones, digest_of
-from training.model import build_unet, load_network, zero_initialized
+from training.network import build_unet, load_network, zero_initialized
 
 CPU = torch.device("cpu")
 
@@ -192,7 +192,7 @@ def test_captions_are_encoded_once(text_encoder, tmp_path, monkeypatch):
     tokenizer, encoder = load_text_encoder(str(text_encoder), CPU)
     identity = fingerprint(tokenizer, encoder)
     file = encode_once(tokenizer, encoder, identity, ["", "seven"], tmp_path)
-    monkeypatch.setattr("generation.text.encode_prompts", lambda *_: pytest.fail("encoded again"))
+    monkeypatch.setattr("conditions.text_encoder.encode_prompts", lambda *_: pytest.fail("encoded again"))
     assert encode_once(tokenizer, encoder, identity, ["", "seven"], tmp_path) == file
     for other in ((identity, ["", "eight"]), ("another encoder", ["", "seven"])):
         with pytest.raises(pytest.fail.Exception):
@@ -458,7 +458,7 @@ def test_mistakes_are_explained(flags, message):
 def test_columns_that_are_not_there_are_missed_before_images_are_decoded(
     flags, message, text_encoder, train_conditional, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("training.images.prepare_images", lambda *_, **__: pytest.fail("decoded first"))
+    monkeypatch.setattr("image_data.training_images.prepare_images", lambda *_, **__: pytest.fail("decoded first"))
     with pytest.raises(UserError, match=message):
         train_conditional(tmp_path / "run", *flags, f"--text_encoder={text_encoder}")
     assert not (tmp_path / "run").exists()

@@ -14,11 +14,11 @@ from PIL import Image
 from test_generation import TWO_PROCESSES, generate, hashes, start
 
 from common.errors import UserError
-from generation.conditional_pipeline import guide
-from generation.conditions import Condition, Guidance, condition_of, label_of
-from generation.models import find_models
-from generation.options import ConditionOptions, parse_generation
-from training.model import zero_initialized
+from conditions.conditional_pipeline import guide
+from conditions.guidance import Condition, Guidance, condition_of, label_of
+from generation.generate_options import ConditionOptions, parse_generation
+from run_folder.saved_model import find_models
+from training.network import zero_initialized
 
 CPU = torch.device("cpu")
 FAST = ["--ddim", "--num_inference_steps=4"]
@@ -143,7 +143,7 @@ def test_another_encoder_is_refused(text_run, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is not the one that it was trained with"):
         generate(tmp_path / "checkpoint-6", *FAST, f"--output_dir={tmp_path / 'out'}")
     shutil.rmtree(encoder)
-    monkeypatch.setattr("generation.conditions.load_text_encoder", nowhere)
+    monkeypatch.setattr("conditions.guidance.load_text_encoder", nowhere)
     with pytest.raises(UserError, match="checkpoint-6: its text encoder, .*, is neither beside it nor to be had"):
         generate(tmp_path / "checkpoint-6", *FAST, f"--output_dir={tmp_path / 'out'}")
 

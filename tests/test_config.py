@@ -7,7 +7,7 @@ import yaml
 from conftest import ROOT, help_of
 
 from common.errors import UserError
-from training.config import (
+from run_folder.config import (
     CHANGED_OBJECTIVE,
     SAME_OBJECTIVE,
     Batch,
@@ -109,7 +109,7 @@ def test_the_names_of_diffusers_are_accepted():
 )
 def test_mistakes_are_explained(flags, message, monkeypatch):
     wandb_is_there = "hf auth login" in message
-    monkeypatch.setattr("training.config.importlib.util.find_spec", lambda name: wandb_is_there or None)
+    monkeypatch.setattr("run_folder.config.importlib.util.find_spec", lambda name: wandb_is_there or None)
     with pytest.raises(UserError) as caught:
         parse(*flags)
     assert message in str(caught.value)
@@ -194,7 +194,7 @@ def test_help_needs_no_heavy_import(script):
 def test_choices_are_the_registries():
     from schedulers.betas import BETA_SCHEDULES, DIFFUSERS_NAMES
     from schedulers.ddpm import VARIANCE_TYPES
-    from schedulers.timesteps import TIMESTEP_SAMPLERS
+    from schedulers.loss import TIMESTEP_SAMPLERS
     from schedulers.weighting import LOSS_WEIGHTINGS
 
     hints = get_type_hints(TrainingConfig)

@@ -14,7 +14,7 @@ from conftest import ROOT, help_of, run_script, run_training
 from PIL import ExifTags, Image
 
 from common.errors import UserError
-from evaluation.options import parse_evaluation
+from evaluation.evaluate_options import parse_evaluation
 
 COUNT = 24
 
@@ -147,7 +147,7 @@ def test_real_images_are_brought_to_the_size_of_the_generated(evaluate, generate
 
 @pytest.mark.parametrize(("orientation", "quarter_turns"), [(6, 1), (9, 0)])
 def test_photos_are_as_large_as_they_are_upright(orientation, quarter_turns, tmp_path, monkeypatch):
-    from evaluation.images import open_images
+    from evaluation.image_sets import open_images
 
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation  # there is no ninth
@@ -492,7 +492,7 @@ class TestRun:
     def test_a_pipeline_without_checkpoints_is_the_end_of_the_run(self, measured_run, tmp_path):
         import shutil
 
-        from evaluation.run import models_of
+        from evaluation.samples import models_of
 
         copy = tmp_path / "run"
         shutil.copytree(measured_run, copy, ignore=shutil.ignore_patterns("checkpoint-*"))

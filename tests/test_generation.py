@@ -20,13 +20,13 @@ from PIL import Image
 
 from common import interruption
 from common.errors import RunFailed, UserError
-from generation.conditions import NoCondition
-from generation.denoise import Predict
+from conditions.guidance import NoCondition
 from generation.engine import Job, Pace, RunningNetwork, choose_batch_size, divide, generate_images
 from generation.engine import generate as generate_batches
-from generation.models import find_models
-from generation.options import as_ranges, parse_generation, seeds_of
-from schedulers.sampling import DDIMSampling
+from generation.generate_options import as_ranges, parse_generation, seeds_of
+from run_folder.saved_model import find_models
+from schedulers.denoising import DDIMSampling
+from schedulers.denoising_loop import Predict
 
 FAST = ["--ddim", "--num_inference_steps=5"]
 
@@ -135,7 +135,7 @@ def test_other_formats_are_continued_too(image_format, run, reference, tmp_path,
     flags = [run, *FAST, "--batch_size=8", f"--output_dir={tmp_path / 'out'}", f"--format={image_format}"]
     with monkeypatch.context() as patched:
         batches = iter(range(1000))
-        patched.setattr("common.faults.point", lambda name: next(batches) if name == "generated" else None)
+        patched.setattr("common.interruption.fault_point", lambda name: next(batches) if name == "generated" else None)
         patched.setattr(interruption, "requested", lambda: "SIGTERM" if next(batches) > 30 else None)
         with pytest.raises(interruption.Interrupted, match=r"stopped after \d+ of 64 images"):
             generate(*flags)
@@ -244,7 +244,7 @@ def test_the_batch_size_that_was_chosen_is_kept(run, reference, tmp_path, monkey
     def never(*arguments: object) -> int:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("generation.output.choose_batch_size", never)
+    monkeypatch.setattr("generation.collection.choose_batch_size", never)
     generate(run, *FAST, f"--output_dir={tmp_path / 'out'}")
     assert hashes(tmp_path / "out") == hashes(reference)
 
@@ -277,7 +277,7 @@ def test_a_model_on_the_hub(run, tmp_path, monkeypatch):
     monkeypatch.setattr(DiffusionPipeline, "load_config", lambda name: {"_class_name": "DDPMPipeline"})
     monkeypatch.setattr(DiffusionPipeline, "download", lambda name: str(run))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("generation.models.checkpoints", lambda folder: [])  # they are not pushed
+    monkeypatch.setattr("run_folder.saved_model.checkpoints", lambda folder: [])  # they are not pushed
     generate("someone/something", *FAST, "--num_images=2")
     folder = tmp_path / "runs" / "someone--something" / "generated" / "pipeline-ema-ddim-5"
     assert record(folder)["model"] == "someone/something"
@@ -449,7 +449,7 @@ def test_the_nearest_training_image_of_a_training_image_is_itself(run):
 
 def test_between_two_seeds(run, reference, tmp_path):
     """The ends of the row are the images of the seeds."""
-    from generation.grid import image_grid
+    from image_data.grid import image_grid
 
     generate(run, *FAST, "--interpolate", "3", "5", f"--output_dir={tmp_path / 'out'}")
     row = np.asarray(Image.open(tmp_path / "out" / "interpolation-3-5.png")).astype(int)

@@ -21,9 +21,9 @@ import pytest
 import torch
 from PIL import Image
 
-import common.cores
-from common.cores import default_num_workers
+import common.machine
 from common.errors import UserError
+from common.machine import default_num_workers
 from image_data import batches, store
 from image_data.batches import TrainingBatches, epoch_order
 from image_data.sources import load_images
@@ -907,7 +907,7 @@ def test_default_num_workers(monkeypatch):
         (64, [8.0, 0.5], 1, 0),
     ):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        monkeypatch.setattr(common.cores, "_cgroup_quotas", lambda quota=quota: quota)
+        monkeypatch.setattr(common.machine, "_cgroup_quotas", lambda quota=quota: quota)
         assert default_num_workers(processes) == workers
 
 
@@ -916,13 +916,13 @@ def test_quotas_of_containers_and_schedulers(tmp_path):
     membership.write_text("0::/slurm/job\n")
     for path, text in (("", "max 100000"), ("slurm", "400000 100000"), ("slurm/job", "150000 100000")):
         write(tmp_path / "two" / path / "cpu.max", text.encode())
-    assert sorted(common.cores._cgroup_quotas(tmp_path / "two", membership)) == [1.5, 4.0]
+    assert sorted(common.machine._cgroup_quotas(tmp_path / "two", membership)) == [1.5, 4.0]
 
     membership.write_text("5:memory:/docker/1\n4:cpu,cpuacct:/docker/1\n0::/\n")
     for file, text in (("cpu.cfs_quota_us", "250000\n"), ("cpu.cfs_period_us", "100000\n")):
         write(tmp_path / "one/cpu,cpuacct" / file, text.encode())
-    assert common.cores._cgroup_quotas(tmp_path / "one", membership) == [2.5]
-    assert common.cores._cgroup_quotas(tmp_path, tmp_path / "nothing") == []
+    assert common.machine._cgroup_quotas(tmp_path / "one", membership) == [2.5]
+    assert common.machine._cgroup_quotas(tmp_path, tmp_path / "nothing") == []
 
 
 # CIFAR-10 itself

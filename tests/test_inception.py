@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from common.errors import UserError
 from evaluation import inception
 from evaluation.features import extract
-from evaluation.images import EncodedImages, FolderFiles, batches_of
+from evaluation.image_sets import EncodedImages, FolderFiles, batches_of
 from evaluation.inception import InceptionV3, build, digest_of, download, load_inception
 from evaluation.networks import FeatureNetwork, bicubic_resizer, resize_like_pytorch, resize_like_tensorflow
 from image_data.sources import load_images
@@ -82,7 +82,7 @@ class Alone:
     count, index, local_count, device = 1, 0, 1, torch.device("cpu")
     is_main = is_local_main = True
 
-    def collect(self, item):
+    def all_gather(self, item):
         return [item]
 
     def sum(self, tensor):

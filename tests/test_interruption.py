@@ -13,8 +13,8 @@ import psutil
 import pytest
 from conftest import ROOT, losses_of, metrics_of
 
-from common.checkpoints import checkpoints, verify
 from common.interruption import EXIT_INTERRUPTED, EXIT_KILLED_BY_PERSON, SAME_KEY_PRESS_SECONDS
+from run_folder.checkpoints import checkpoints, verify
 
 STEPS = 4000  # more than any of these runs gets to make
 LONG = [f"--max_train_steps={STEPS}", "--checkpointing_steps=100000", "--save_images_steps=100000"]

@@ -9,7 +9,7 @@ from diffusers import UNet2DModel
 from original_unet import OriginalUNet, load_from_diffusers
 from torch import Tensor
 
-from training.model import build_unet, initialize_like_paper
+from training.network import build_unet, initialize_like_paper
 
 TIMESTEPS = (0, 10, 300, 999)
 

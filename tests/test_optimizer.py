@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from training.config import parse_config
-from training.optimizer import build_ema, build_optimizer, learning_rate_schedule
+from run_folder.config import parse_config
+from training.update import build_ema, build_optimizer, learning_rate_schedule
 
 
 def config(*flags: str):

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from common.randomness import standard_normal
-from generation.denoise import NOISE_KEY, denoise, network_predict, to_uint8
 from schedulers.ddpm import ExactDDPMScheduler
-from schedulers.sampling import DDPMSampling
+from schedulers.denoising import DDPMSampling
+from schedulers.denoising_loop import NOISE_KEY, denoise, network_predict, to_uint8
 
 # A stock scheduler has float32 tables; over all 1000 steps that has been measured as 0.004 of 255 grey levels.
 LARGEST_DIFFERENCE = 0.05

@@ -24,13 +24,13 @@ from PIL import Image
 import prepare_data
 from common.errors import UserError
 from common.interruption import EXIT_INTERRUPTED, Interrupted
-from image_data import archives, files, prepare
 from image_data.annotations import ANIMALS10
-from image_data.config import parse_prepare_options
 from image_data.decode import decode_image
-from image_data.layouts import Photo, recognise
-from image_data.prepare import split_photos
 from image_data.sources import load_images
+from preparation import archives
+from preparation.image_folder import split_photos
+from preparation.layouts import Photo, recognise
+from preparation.prepare_options import parse_prepare_options
 
 
 def picture(seed, size=(12, 10), mode="RGB"):
@@ -451,7 +451,7 @@ def test_an_interruption_leaves_nothing_half_written(pets, run, tmp_path, monkey
         if len(written) == 7:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(prepare.faults, "point", interrupted)
+    monkeypatch.setattr(image_folder.interruption, "fault_point", interrupted)
     before = signal.getsignal(signal.SIGTERM)
     prepare_data.interruption.listen()
     try:
@@ -527,11 +527,11 @@ def test_a_full_disk_is_one_line(pets, run, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(prepare, "write_atomically", full)
+    monkeypatch.setattr(image_folder, "write_atomically", full)
     with pytest.raises(UserError, match="--output .*out: No space left on device"):
         run(pets, tmp_path / "out", "--resolution=8")
     monkeypatch.undo()
-    monkeypatch.setattr(prepare._Writer, "_outcome", full)
+    monkeypatch.setattr(image_folder._Writer, "_outcome", full)
     with pytest.raises(UserError, match="cannot be written to .No space left on device."):
         run(pets, tmp_path / "out", "--resolution=8")
 
@@ -669,8 +669,8 @@ def test_unreadable_permissions(pets, run, tmp_path, monkeypatch):
         return os_scandir(path)
 
     os_scandir = os.scandir
-    monkeypatch.setattr(files.Path, "read_bytes", read_bytes)
-    monkeypatch.setattr(files.os, "scandir", scandir)
+    monkeypatch.setattr(photo_files.Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(photo_files.os, "scandir", scandir)
     run(pets, tmp_path / "out", "--resolution=8")
     assert manifest_of(tmp_path / "out")["left_out"] == {"dog": "Permission denied", "03.jpeg": "Permission denied"}
 

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import filter_repo_objects, httpx
 
-from training import publish
+from run_folder import publish
 
 ROOT = Path(publish.__file__).parents[1]
 TOKEN = "hf_aSecretThatMustNotLeak"
@@ -61,7 +61,7 @@ class Listener(logging.Handler):
     def emit(self, record):
         warnings.append(record.getMessage())
 
-from training import publish
+from run_folder import publish
 
 logging.basicConfig(level=logging.INFO)
 for name in ("", "huggingface_hub"):

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from common.randomness import generator_for
-from generation.denoise import denoise
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
-from schedulers.sampling import (
+from schedulers.denoising import (
     DDIMSampling,
     DDPMSampling,
     DiffusersSampling,
@@ -16,6 +15,7 @@ from schedulers.sampling import (
     quadratic,
     with_variance,
 )
+from schedulers.denoising_loop import denoise
 
 T = 1000
 SHAPE = (1, 8, 8)

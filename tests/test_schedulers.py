@@ -8,7 +8,7 @@ from diffusers import DDPMScheduler
 from common.randomness import generator_for
 from schedulers.betas import BETA_SCHEDULES, DIFFUSERS_NAMES, make_betas
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
-from schedulers.sampling import linear
+from schedulers.denoising import linear
 
 T = 1000
 

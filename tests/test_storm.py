@@ -27,7 +27,7 @@ def test_every_point_is_one(tiny_flags, tmp_path):
 
     sources = "".join(path.read_text() for path in (Path(__file__).parent.parent / "training").glob("*.py"))
     for point in POINTS:
-        assert sources.count(f'faults.point("{point}")') == 1, point
+        assert sources.count(f'interruption.fault_point("{point}")') == 1, point
 
 
 def test_one_process_then_two_then_one(tiny_flags, network_without_dropout, tmp_path):

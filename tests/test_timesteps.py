@@ -14,13 +14,13 @@ from scipy.stats import chi2, norm
 
 from common.errors import UserError
 from common.randomness import generator_for
+from run_folder.config import TimestepOptions, TrainingConfig, parse_config
 from schedulers.betas import BETA_SCHEDULES
 from schedulers.ddpm import build_scheduler
-from schedulers.sampler import TimestepSampler
-from schedulers.timesteps import TIMESTEP_SAMPLERS
+from schedulers.loss import TIMESTEP_SAMPLERS
+from schedulers.timestep_samplers import TimestepSampler
 from schedulers.weighting import LOSS_WEIGHTINGS
-from training.config import TimestepOptions, TrainingConfig, parse_config
-from training.timesteps import build_sampler, build_weighting
+from training.timestep_sampling import build_sampler, build_weighting
 
 T = 1000
 LINEAR = build_scheduler().alphas_cumprod
@@ -321,7 +321,7 @@ def test_the_example_draws_what_it_says(own_file):
     [
         ("import torch", "has no timestep sampler Mine; it has no class that extends TimestepSampler"),
         (
-            "from schedulers.timesteps import Uniform\nclass My(Uniform): pass",
+            "from schedulers.timestep_samplers import Uniform\nclass My(Uniform): pass",
             "has no timestep sampler Mine; it has My",
         ),
         ("import nothing_like_it", "fails with ModuleNotFoundError: No module named 'nothing_like_it'"),

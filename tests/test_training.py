@@ -10,8 +10,8 @@ from conftest import losses_of, metrics_of, run_training
 from safetensors.torch import load_file
 
 from common.errors import RunFailed, UserError
-from training.config import parse_config
-from training.output import open_run
+from run_folder.config import parse_config
+from run_folder.folder import open_run
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -252,7 +252,7 @@ def test_a_full_disk_at_the_start(train, tmp_path, monkeypatch):
     import shutil
 
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr("training.output.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("run_folder.folder.shutil.disk_usage", lambda path: usage)
     with pytest.raises(UserError, match="are free on its disk"):
         train(tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -16,13 +16,14 @@ from safetensors.torch import save_file
 import visualize
 from common import plots
 from common.errors import UserError
-from generation.grid import CAPTION_HEIGHT
+from image_data.grid import CAPTION_HEIGHT
+from run_folder.config import parse_config, save_config
 from schedulers.betas import make_betas
 from schedulers.ddpm import build_scheduler
-from schedulers.timesteps import TIMESTEP_SAMPLERS, Uniform
+from schedulers.loss import TIMESTEP_SAMPLERS
+from schedulers.timestep_samplers import Uniform
 from schedulers.weighting import LOSS_WEIGHTINGS
-from training.config import parse_config, save_config
-from visualization import diffusion, dissolving, run
+from visualization import diffusion, dissolving
 
 SCHEDULES = {name: build_scheduler(name) for name in ("linear", "cosine")}
 SIDE = dissolving.NARROWEST  # of a single image in the animation
@@ -45,7 +46,7 @@ def drawn(monkeypatch) -> list[Figure]:
             figures.append(figure)
             yield figure, panels
 
-    for room in (diffusion, run):
+    for room in (diffusion, run_curves):
         monkeypatch.setattr(room, "drawing", recording)
     return figures
 
@@ -263,7 +264,7 @@ def run_folder(tmp_path, monkeypatch) -> Path:
         save_file(state, folder / f"checkpoint-{step}" / "sampler.safetensors")
     lines = [
         {"step": step, "loss": 1.0, **{f"loss_q{quarter}": 10.0**-quarter for quarter in range(4)}}
-        | {run.EFFECTIVE_SAMPLE_SIZE: 0.5}
+        | {run_curves.EFFECTIVE_SAMPLE_SIZE: 0.5}
         for step in range(10, 101, 10)
     ]
     del lines[3]["loss_q2"]  # none of its timesteps was drawn
@@ -294,7 +295,7 @@ def test_a_real_run_that_adapts(sampler, train, tmp_path, drawn, monkeypatch):
     draw(monkeypatch, f"--run_dir={folder}")
     losses, densities, sizes = (figure.axes[0] for figure in drawn)
     shown = curves(densities)
-    assert len(shown) == run.MOST_CURVES
+    assert len(shown) == run_curves.MOST_CURVES
     assert (list(shown)[0], list(shown)[-1]) == ("2", "24")
     assert np.abs(shown["24"] - shown["2"]).max() > 1e-3
     assert all(np.isclose(density.mean(), 1) for density in shown.values())
@@ -307,7 +308,7 @@ def test_a_run_without_checkpoints_or_weights_is_drawn_as_far_as_it_goes(run_fol
         (run_folder / f"checkpoint-{step}").rename(run_folder / f"checkpoint-{step}.corrupt")
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()[:-1]]
     for line in lines:
-        del line[run.EFFECTIVE_SAMPLE_SIZE]
+        del line[run_curves.EFFECTIVE_SAMPLE_SIZE]
     (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     draw(monkeypatch, f"--run_dir={run_folder}")
     assert [path.name for path in (run_folder / "figures").iterdir()] == ["loss_by_quarter.png"]
@@ -329,14 +330,16 @@ def test_a_run_that_cannot_be_drawn_says_why(run_folder, monkeypatch):
 
 
 def test_a_quarter_that_is_never_drawn_is_left_out(tmp_path, drawn):
-    run.draw_losses_by_quarter([{"step": 1, "loss_q0": 1, "loss_q1": 1, "loss_q3": 1}], 1000, tmp_path / "losses.png")
+    run_curves.draw_losses_by_quarter(
+        [{"step": 1, "loss_q0": 1, "loss_q1": 1, "loss_q3": 1}], 1000, tmp_path / "losses.png"
+    )
     assert list(curves(drawn[0].axes[0])) == ["0 to 249", "250 to 499", "750 to 999"]
 
 
 def test_a_long_run_is_smoothed_in_place(tmp_path, drawn):
     """The running mean of a straight line is that line: it is centred, and no shorter than it must be."""
     metrics = [{"step": step, "loss_q0": step, "loss_q1": 1, "loss_q2": 1, "loss_q3": 1} for step in range(1, 501)]
-    run.draw_losses_by_quarter(metrics, 1000, tmp_path / "losses.png")
+    run_curves.draw_losses_by_quarter(metrics, 1000, tmp_path / "losses.png")
     smooth = drawn[0].axes[0].get_lines()[0]
     assert np.allclose(smooth.get_ydata(), smooth.get_xdata())
     assert len(smooth.get_ydata()) == 500 - 10  # of 11 lines each

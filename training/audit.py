@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from run_folder.config import PAPER_BATCH_SIZE, TimestepOptions
 from schedulers.betas import NAMES_OF_DIFFUSERS
-from training.config import PAPER_BATCH_SIZE, TimestepOptions
-from training.model import PAPER_ARITHMETIC, PAPER_CIFAR10, PAPER_CIFAR10_PARAMETERS, describe_initialization
+from training.network import PAPER_ARITHMETIC, PAPER_CIFAR10, PAPER_CIFAR10_PARAMETERS, describe_initialization
 
 if TYPE_CHECKING:
     import torch
     from diffusers import UNet2DConditionModel, UNet2DModel
     from ema_pytorch import EMA
 
+    from run_folder.config import Batch, TrainingConfig
     from schedulers.ddpm import ExactDDPMScheduler
-    from training.config import Batch, TrainingConfig
 
 
 @dataclass

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from run_folder.config import as_yaml
 from training.audit import audit, format_audit
-from training.config import as_yaml
 
 if TYPE_CHECKING:
     import torch
 
     from common.processes import Processes
     from image_data.batches import TrainingBatches
+    from run_folder.config import Batch, TrainingConfig
     from schedulers.ddpm import ExactDDPMScheduler
-    from training.config import Batch, TrainingConfig
     from training.loop import TrainingState
-    from training.timesteps import TimestepSampling
+    from training.timestep_sampling import TimestepSampling
 
 logger = logging.getLogger(__name__)
 

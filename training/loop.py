@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from common import faults, interruption
-from common.devices import to_device
+from common import interruption
 from common.errors import RunFailed
+from common.machine import to_device
 from common.randomness import derive_seed, standard_normal
 from image_data.batches import normalised
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from ema_pytorch import EMA
 
     from common.processes import Processes
+    from conditions.condition import Unconditional
     from image_data.batches import TrainingBatches
+    from run_folder.config import TrainingConfig
     from schedulers.ddpm import ExactDDPMScheduler
-    from training.conditioning import Unconditional
-    from training.config import TrainingConfig
     from training.milestones import Milestones
-    from training.timesteps import TimestepSampling
+    from training.timestep_sampling import TimestepSampling
     from training.tracking import Tracking
 
 HEALTHY = torch.iinfo(torch.int64).max  # the step of a failure that has not happened
@@ -201,7 +201,7 @@ def train(
         with state.timesteps.around_update(step, state.unet, losses_now):
             update(state, failed_at)
         state.timesteps.hear(step, of_batch)
-        faults.point("update")
+        interruption.fault_point("update")
 
         # Take note.
         state.step += 1
@@ -325,7 +325,7 @@ def update(state: TrainingState, failed_at: torch.Tensor) -> None:
 def failure(failed_at: int, state: TrainingState, processes: Processes, checkpoint: Path | None) -> RunFailed:
     """What to tell the user when the loss or a gradient is no longer a number."""
     timesteps, losses = state.window.latest[failed_at - state.step]  # counted back from the newest step
-    bad, drawn = (set().union(*processes.collect(t.tolist())) for t in (timesteps[~losses.isfinite()], timesteps))
+    bad, drawn = (set().union(*processes.all_gather(t.tolist())) for t in (timesteps[~losses.isfinite()], timesteps))
     what = f"loss at {listed(sorted(bad))}" if bad else f"gradient (at {listed(sorted(drawn))})"
     left = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
     return RunFailed(

@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common import faults, interruption
-from common.checkpoints import newest
+from common import interruption
 from common.errors import RunFailed
 from common.files import replace_folder
 from common.progress import progress_bar
-from generation.denoise import denoise, network_predict, to_uint8
-from generation.grid import image_grid, side_by_side
-from schedulers.sampling import DDPMSampling
-from training.checkpoint import describe
+from image_data.grid import image_grid, side_by_side
+from run_folder.checkpoint_files import describe
+from run_folder.checkpoints import newest
+from schedulers.denoising import DDPMSampling
+from schedulers.denoising_loop import denoise, network_predict, to_uint8
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from common.processes import Processes
+    from conditions.condition import Unconditional
+    from run_folder.checkpoint_files import CheckpointWriter
+    from run_folder.config import TrainingConfig
     from schedulers.ddpm import ExactDDPMScheduler
-    from training.checkpoint import CheckpointWriter
-    from training.conditioning import Unconditional
-    from training.config import TrainingConfig
     from training.loop import TrainingState
     from training.tracking import Tracking
 
@@ -136,7 +136,7 @@ class Milestones:
         """Raise unless every process has the same weights and moving average, to the bit."""
         if self.processes.count == 1:
             return
-        digests = self.processes.collect(digest_of(state))
+        digests = self.processes.all_gather(digest_of(state))
         others = [str(index) for index, digest in enumerate(digests) if digest != digests[0]]
         if others:
             raise RunFailed(
@@ -232,7 +232,7 @@ class Milestones:
         try:
             path.parent.mkdir(exist_ok=True)
             picture.save(aside, format="png")
-            faults.point("grid")
+            interruption.fault_point("grid")
             aside.replace(path)
         except OSError as error:
             aside.unlink(missing_ok=True)
@@ -255,7 +255,7 @@ class Milestones:
             index.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
             for part in ("unet", "scheduler"):
                 replace_folder(aside / part, self.output_dir / part)
-                faults.point("pipeline")
+                interruption.fault_point("pipeline")
             index.replace(self.output_dir / "model_index.json")
         except Exception as error:  # safetensors reports a full disk in its own way; the checkpoint comes next
             logger.warning("The pipeline in %s could not be written: %s", self.output_dir, describe(error))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from common import faults
+from common import interruption
 from common.files import write_atomically
 from common.progress import progress_bar
 from training.loop import COUNTS, GRADIENT_NORM, LOSSES, OBJECTIVE, WEIGHTS
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from common.processes import Processes
-    from training.config import TrainingConfig
+    from run_folder.config import TrainingConfig
     from training.loop import TrainingState
-    from training.timesteps import TimestepSampling
+    from training.timestep_sampling import TimestepSampling
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class Tracking:
         self._unwritten.append({"step": state.step, "train_seconds": round(state.train_seconds, 3), **metrics})
         try:
             append_lines(self.path, self._unwritten)
-            faults.point("metrics")
+            interruption.fault_point("metrics")
             self._unwritten = []
         except OSError as error:
             if len(self._unwritten) == 1:  # said once: the lines are kept and tried again with the next

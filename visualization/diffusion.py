@@ -10,8 +10,8 @@ from common.errors import say
 from common.plots import COLOURS, NOTE, drawing, legend_beside
 from common.randomness import generator_for
 from schedulers.ddpm import ExactDDPMScheduler
-from schedulers.sampler import TimestepSampler
-from schedulers.timesteps import TIMESTEP_SAMPLERS
+from schedulers.loss import TIMESTEP_SAMPLERS
+from schedulers.timestep_samplers import TimestepSampler
 from schedulers.weighting import LOSS_WEIGHTINGS, weighting_table
 
 BATCHES, BATCH_SIZE = 800, 128  # about 100,000 timesteps, drawn as a run draws them: a sampler may look at the batch

@@ -10,11 +10,11 @@ from PIL import Image, ImageDraw, ImageFont
 from common.errors import UserError
 from common.files import write_atomically
 from common.randomness import derive_seed, standard_normal
-from generation.denoise import to_uint8
-from generation.grid import image_grid, side_by_side
 from image_data.decode import UndecodableImage, decode_image
+from image_data.grid import image_grid, side_by_side
 from image_data.sources import ImageSource
 from schedulers.ddpm import ExactDDPMScheduler
+from schedulers.denoising_loop import to_uint8
 
 FRAMES = 33
 MILLISECONDS = 100

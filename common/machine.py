@@ -1,0 +1,75 @@
+"""What this machine has: cores to use, and a device that copies need not wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_WORKERS = 4
+
+
+def default_num_workers(local_processes: int) -> int:
+    """Data workers for each of the processes on this machine: a few, and never more than there are cores."""
+    return min(MOST_WORKERS, int(usable_cores()) // local_processes)
+
+
+def usable_cores() -> float:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([cores, *_cgroup_quotas()])
+
+
+def _cgroup_quotas(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[float]:
+    """The cores that a container or a job scheduler grants, at every level that sets a limit."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return []  # not Linux
+    quotas = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            root, files = cgroups, ["cpu.max"]
+        elif "cpu" in controllers.split(","):  # version 1
+            root, files = cgroups / controllers, ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        else:
+            continue
+        group = root / path.lstrip("/")
+        # A container may see its own group at the root, under whatever path the host knows it.
+        for level in {group, *group.parents, root}:
+            with contextlib.suppress(OSError, ValueError):
+                quota, period = " ".join((level / file).read_text() for file in files).split()
+                if int(quota) > 0:
+                    quotas.append(int(quota) / int(period))
+    return quotas
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From pinned memory a copy to a GPU does not wait for the work before it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class PendingCopy:
+    """A tensor on its way to the host: asked for, it waits for its own copy and for nothing queued after it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        import torch
+
+        self._arrived: torch.Event | None = None
+        if tensor.device.type == "cpu":
+            self._on_host = tensor.clone()
+        else:
+            self._on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+            self._on_host.copy_(tensor, non_blocking=True)
+            self._arrived = torch.Event(tensor.device)
+            self._arrived.record()
+
+    def get(self) -> torch.Tensor:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        return self._on_host

@@ -1,0 +1,275 @@
+"""Timestep samplers that learn while the network does. Their state is tensors, the same on every process."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.distributions import Beta
+
+from common.machine import to_device
+from schedulers.timestep_samplers import TimestepSampler, Update
+
+
+class LossSecondMoment(TimestepSampler):
+    """p_t proportional to sqrt(E[L_t^2]) over the latest losses of every t (Nichol & Dhariwal 2021, eq. 18).
+
+    Uniform until `history` losses of every t are known; from then on at least the share `uniform` of the draws is
+    uniform, so that no p_t is below uniform / T. Weighted by 1 / (T p_t): the same objective.
+    """
+
+    def __init__(self, alphas_cumprod: torch.Tensor, history: int = 10, uniform: float = 0.001):
+        super().__init__(alphas_cumprod)
+        if history < 1:
+            raise ValueError(f"history {history}: must be 1 or greater")
+        if not 0 < uniform <= 1:
+            raise ValueError(f"uniform {uniform}: must be greater than 0 and at most 1")
+        self.uniform = uniform
+        self.losses = torch.zeros(self.num_train_timesteps, history, dtype=torch.float64)
+        self.counts = torch.zeros(self.num_train_timesteps, dtype=torch.int64)
+
+    @property
+    def least_probability(self) -> float:
+        return self.uniform / self.num_train_timesteps
+
+    def observe(self, step: int, timesteps: torch.Tensor, losses: torch.Tensor) -> None:
+        table, counts = self.losses.numpy(), self.counts.numpy()  # views of the same memory
+        for t, loss in zip(timesteps.tolist(), losses.tolist(), strict=True):
+            table[t, counts[t] % table.shape[1]] = loss
+            counts[t] += 1
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if (self.counts >= self.losses.shape[1]).all():
+            root = self.losses.square().mean(1).sqrt()
+            self.set_density((1 - self.uniform) * root / root.sum() + self.uniform / self.num_train_timesteps)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"losses": self.losses, "counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            load_into(tensor, state[name], name)
+        self._refresh()
+
+
+def load_into(tensor: torch.Tensor, saved: torch.Tensor, name: str) -> None:
+    if saved.shape != tensor.shape:
+        raise ValueError(f"{name} of its timestep sampler has the shape {tuple(saved.shape)}")
+    tensor.copy_(saved)
+
+
+class AdaptiveTimestepSampling(TimestepSampler):
+    """ATS: a policy that learns which timestep of an image lowers the loss most (Kim, Ki, Shim & Lee, CVPR 2025).
+
+    t = round(u (T - 1)) with u ~ Beta(a, b), and a, b from the image x_0 by a small network that starts at the uniform
+    Beta(1, 1). Every `interval` updates it looks at delta_t, the KL divergence of timestep t before the update less
+    that after it (`Update.kl`), and learns by REINFORCE:
+
+    - delta on a grid of timesteps, of one image of the batch, joins a queue of the latest ones;
+    - the timesteps whose delta tells most of the grid's sum, by F-regression over the queue, stand for it;
+    - the reward of an image's draw is its own delta summed over those; the entropy of Beta(a, b) is added to the
+      objective.
+
+    Where the published code departs from the paper, this follows the paper: before and after are compared under the
+    same noise and without dropout, and one process or several share one policy. In the paper the grid is all T
+    timesteps, two passes over T images for each look; here it is coarser by default.
+
+    Nothing keeps a probability from falling towards 0, and no weight corrects for it: another objective.
+    """
+
+    objective = "changed"
+
+    def __init__(
+        self,
+        alphas_cumprod: torch.Tensor,
+        interval: int = 40,
+        grid: int = 50,
+        queue: int = 20,
+        features: int = 3,
+        entropy: float = 0.01,
+        learning_rate: float = 0.01,
+    ):
+        super().__init__(alphas_cumprod)
+        if not features <= grid <= self.num_train_timesteps:
+            raise ValueError(
+                f"grid {grid}: must be from the {features} timesteps chosen from it to the {self.num_train_timesteps} "
+                f"there are"
+            )
+        self.interval, self.entropy, self.learning_rate = interval, entropy, learning_rate
+        self.grid = torch.linspace(0, self.num_train_timesteps - 1, grid).round().long()
+        self.selected = self.grid[torch.linspace(0, grid - 1, features).round().long()]
+        self.queue = torch.zeros(queue, grid, dtype=torch.float64)
+        self.queued = torch.zeros((), dtype=torch.int64)
+        self.shapes = torch.ones(1, 2)  # a and b of every image of the batch that the policy last learned from
+        self.policy: Policy | None = None
+
+    def start(self, channels: int, device: torch.device) -> None:
+        self.policy = Policy(channels).to(device)
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.learning_rate)
+
+    # Draws.
+
+    def sample_for(
+        self, images: torch.Tensor, positions: torch.Tensor, batch_size: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The random numbers are drawn for the global batch, so that an image's t does not depend on who draws it."""
+        normal = torch.randn(batch_size, 2, TRIES, generator=generator)
+        uniform = 1 - torch.rand(batch_size, 2, TRIES + 1, generator=generator)
+        normal, uniform = (to_device(numbers[positions], images.device) for numbers in (normal, uniform))
+        with torch.no_grad():
+            shapes = self.policy(images)
+        self._images, self._actions = images, beta_draws(shapes, normal, uniform)
+        timesteps = (self._actions * (self.num_train_timesteps - 1)).round().long()
+        return timesteps, torch.ones(len(timesteps), device=images.device)
+
+    def draw(self, batch_size: int, generator: torch.Generator) -> torch.Tensor:
+        """Without images: from the average of what the policy last said."""
+        self.set_density(self.describe())
+        return super().draw(batch_size, generator)
+
+    def describe(self) -> torch.Tensor:
+        """The average over the batch that the policy last learned from; uniform before."""
+        from scipy.special import betainc
+
+        steps = self.num_train_timesteps
+        edges = ((torch.arange(steps + 1, dtype=torch.float64) - 0.5) / (steps - 1)).clamp(0, 1)
+        a, b = self.shapes.double()[:, :, None].unbind(1)
+        return torch.from_numpy(betainc(a.numpy(), b.numpy(), edges.numpy())).diff().mean(0)
+
+    @property
+    def least_probability(self) -> float:
+        return 0.0
+
+    # What the policy learns from.
+
+    def before_update(self, update: Update) -> None:
+        self._before = self._divergences(update) if (update.step + 1) % self.interval == 0 else None
+
+    def after_update(self, update: Update) -> None:
+        if self._before is None:
+            return
+        # A loss that is not a number stops the run soon; until then it must not reach the policy.
+        of_grid, of_images = (
+            (before - after).nan_to_num(0, 0, 0)
+            for before, after in zip(self._before, self._divergences(update), strict=True)
+        )
+        self._learn(update, of_images.sum(1))
+        self.queue[self.queued % len(self.queue)] = update.total(of_grid).cpu()
+        self.queued += 1
+        if self.queued >= 3:  # fewer points lie on a line whatever they are
+            self.selected = self.grid[most_telling(self.queue[: self.queued], len(self.selected))]
+
+    def _divergences(self, update: Update) -> tuple[torch.Tensor, torch.Tensor]:
+        """KL on the grid of one image of the global batch, which only its process has, and of every image here."""
+        count, features = len(update.positions), len(self.selected)
+        rows = torch.arange(count).repeat_interleave(features)
+        noise_rows = (update.positions[:, None] * features + torch.arange(features)).flatten()
+        of_images = update.kl(rows, self.selected.repeat(count), noise_rows).view(count, features)
+        of_grid = torch.zeros(len(self.grid), dtype=of_images.dtype, device=of_images.device)
+        chosen = update.step // self.interval % update.batch_size  # the images of a batch are in random order
+        for row in (update.positions == chosen).nonzero().flatten().tolist():
+            noise_rows = update.batch_size * features + torch.arange(len(self.grid))
+            of_grid = update.kl(torch.full((len(self.grid),), row), self.grid, noise_rows)
+        return of_grid, of_images
+
+    def _learn(self, update: Update, reward: torch.Tensor) -> None:
+        """One step of Adam on -E[log pi(u | x_0) reward] - entropy H(pi), over the images of all processes."""
+        shapes = self.policy(self._images)
+        beta = Beta(*shapes.unbind(1), validate_args=False)  # to validate is to wait for the device
+        gain = beta.log_prob(self._actions) * reward + self.entropy * beta.entropy()
+        (-gain.sum() / update.batch_size).backward()
+        parameters = list(self.policy.parameters())
+        gradient = update.total(torch.cat([parameter.grad.flatten() for parameter in parameters]))
+        torch.nn.utils.vector_to_parameters(gradient, (parameter.grad for parameter in parameters))
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        of_batch = torch.zeros(update.batch_size, 2, device=shapes.device)
+        of_batch[update.positions.to(shapes.device)] = shapes.detach()
+        self.shapes = update.total(of_batch).cpu()
+
+    # State.
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        if self.policy is None:
+            return {}
+        names = {parameter: name for name, parameter in self.policy.named_parameters()}
+        adam = {
+            f"adam.{names[parameter]}.{kind}": tensor
+            for parameter, moments in self.optimizer.state.items()
+            for kind, tensor in moments.items()
+        }
+        policy = {f"policy.{name}": tensor for name, tensor in self.policy.state_dict().items()}
+        own = {"queue": self.queue, "queued": self.queued, "selected": self.selected, "shapes": self.shapes}
+        return own | policy | adam
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        load_into(self.queue, state["queue"], "queue")
+        self.queued, self.selected, self.shapes = (state[name].clone() for name in ("queued", "selected", "shapes"))
+        self.policy.load_state_dict(with_prefix(state, "policy."))
+        for name, parameter in self.policy.named_parameters():
+            moments = with_prefix(state, f"adam.{name}.")
+            if moments:
+                on_device = {kind: value.to(parameter.device) for kind, value in moments.items() if kind != "step"}
+                self.optimizer.state[parameter] = on_device | {"step": moments["step"].clone()}
+
+
+def with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+class Policy(torch.nn.Module):
+    """x_0 -> a and b of its Beta distribution: three convolutions and three layers, as in the authors' code.
+
+    The average over what is left of the image makes it one network for every resolution. It starts at a = b = 1
+    whatever its hidden layers are, which are therefore the same in every run.
+    """
+
+    def __init__(self, channels: int):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            convolutions = []
+            for inputs, outputs in ((channels, 32), (32, 64), (64, 128)):
+                convolution = torch.nn.Conv2d(inputs, outputs, 3, padding=1)
+                convolutions += [convolution, torch.nn.ReLU(), torch.nn.MaxPool2d(2, ceil_mode=True)]
+            self.features = torch.nn.Sequential(*convolutions)
+            hidden = [torch.nn.Linear(128, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256), torch.nn.ReLU()]
+            self.head = torch.nn.Sequential(*hidden, torch.nn.Linear(256, 2))
+        torch.nn.init.zeros_(self.head[-1].weight)
+        torch.nn.init.constant_(self.head[-1].bias, math.log(math.e - 1))  # softplus of which is 1
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return F.softplus(self.head(self.features(images).mean((2, 3)))) + 1e-5
+
+
+# At least 95 % of the proposals for a gamma variable are accepted: eight fail for one image in 10^10.
+TRIES = 8
+
+
+def beta_draws(shapes: torch.Tensor, normal: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Beta(a, b) as G_a / (G_a + G_b), gamma variables by Marsaglia & Tsang (2000) from given random numbers.
+
+    Unlike torch's own draws they are a function of numbers that are drawn for each image, on any device. G_a is
+    G_{a + 1} U^(1/a), which serves for a below 1 too; the logarithms keep tiny ones apart.
+    """
+    d = shapes[:, :, None] + 2 / 3
+    cube = (1 + normal / (9 * d).sqrt()) ** 3
+    positive = cube.clamp(min=torch.finfo(cube.dtype).tiny)
+    bound = normal.square() / 2 + d * (1 - positive + positive.log())
+    accepted = (cube > 0) & (uniform[..., :TRIES].log() < bound)
+    first = accepted.int().argmax(2, keepdim=True)
+    log_gamma = (d * positive).log().gather(2, first)[..., 0] + uniform[..., TRIES].log() / shapes
+    margin = torch.finfo(shapes.dtype).eps  # the density may be infinite at 0 and at 1
+    return (log_gamma[:, 0] - log_gamma[:, 1]).sigmoid().clamp(margin, 1 - margin)
+
+
+def most_telling(changes: torch.Tensor, count: int) -> torch.Tensor:
+    """The columns from which a line predicts the rows' sums best, in order of their position.
+
+    F-regression ranks by F = (n - 2) r^2 / (1 - r^2), which rises with the squared correlation r^2.
+    """
+    total = changes.sum(1, keepdim=True)
+    columns, total = changes - changes.mean(0), total - total.mean()
+    squared = (columns * total).sum(0).square() / (columns.square().sum(0) * total.square().sum())
+    return squared.nan_to_num(0, 0, 0).sort(descending=True, stable=True).indices[:count].sort().values

@@ -1,0 +1,266 @@
+"""What a timestep sampler is: the interface, and draws from any density over t.
+
+Every process draws the timesteps of the whole global batch from the step's generator and takes those of its own
+images: what is drawn does not depend on the number of processes, and a sampler may look at the batch as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class Update:
+    """A step of the optimiser, for a sampler that measures what it changes.
+
+    `kl(rows, timesteps, noise_rows)` is KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)) of this process's images `rows` as
+    the network now stands, up to what no update changes, in bits per dimension; without gradients or dropout. The
+    noise is a function of the step and of `noise_rows`: the same before and after the update.
+    """
+
+    step: int
+    batch_size: int
+    positions: torch.Tensor  # of this process's images in the global batch
+    kl: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    total: Callable[[torch.Tensor], torch.Tensor]  # the sum over all processes, which all must ask for
+
+
+class TimestepSampler:
+    """Draws from a density p_t over the timesteps; a new sampler needs to call `set_density` and no more.
+
+    Its constructor takes the diffusion's a_t, the cumulative product of 1 - beta, and options with the paper's values
+    as defaults. `objective` says what its draws train: "same" as uniform ones, because losses are weighted by
+    1 / (T p_t) or because p_t is uniform, or "changed", because they are not.
+    """
+
+    objective: Literal["same", "changed"] = "same"
+    stratified = False
+
+    def __init__(self, alphas_cumprod: torch.Tensor):
+        self.num_train_timesteps = len(alphas_cumprod)
+        self.set_density(torch.ones(self.num_train_timesteps))
+
+    def set_density(self, density: torch.Tensor) -> None:
+        """Draw from this density from now on; it need not sum to 1."""
+        self._density = density.double() / density.double().sum()
+        cumulative = self._density.cumsum(0)
+        self._cumulative = cumulative / cumulative[-1]
+        if self.objective == "same" and not (self._density > 0).all():
+            raise ValueError(f"{type(self).__name__} never draws some timesteps, so its objective is not the same")
+        corrections = 1 / (self.num_train_timesteps * self._density)
+        self._corrections = (corrections if self.objective == "same" else torch.ones_like(corrections)).float()
+
+    def describe(self) -> torch.Tensor:
+        """The probability of every timestep, in float64."""
+        return self._density
+
+    @property
+    def least_probability(self) -> float:
+        """What no timestep's probability is below, now or after the sampler has adapted."""
+        return self.describe().min().item()
+
+    # Draws.
+
+    def sample(self, batch_size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """The timesteps of a global batch, and the weights of their losses."""
+        timesteps = self.draw(batch_size, generator)
+        return timesteps, self._corrections[timesteps]
+
+    def draw(self, batch_size: int, generator: torch.Generator) -> torch.Tensor:
+        return self.inverse_cumulative(self.quantiles(batch_size, generator))
+
+    def quantiles(self, count: int, generator: torch.Generator) -> torch.Tensor:
+        """Uniform numbers on [0, 1): independent, or stratified, (i + U_i) / n in random order.
+
+        Stratified, every number is still uniform on its own, so that nothing changes in expectation, and a batch
+        covers the timesteps evenly, so that its gradient is less noisy.
+        """
+        uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+        return (torch.randperm(count, generator=generator) + uniform) / count if self.stratified else uniform
+
+    def inverse_cumulative(self, quantiles: torch.Tensor) -> torch.Tensor:
+        """The smallest t with P(at most t) > u."""
+        return torch.searchsorted(self._cumulative, quantiles, right=True)
+
+    def sample_for(
+        self, images: torch.Tensor, positions: torch.Tensor, batch_size: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sample` for a sampler that looks at the images: of this process, at `positions` of the global batch."""
+        raise NotImplementedError
+
+    # What a sampler that learns overrides.
+
+    def observe(self, step: int, timesteps: torch.Tensor, losses: torch.Tensor) -> None:
+        """The losses of a step's global batch, the same on every process.
+
+        They are the errors that the network is trained on, with the loss weighting but without this sampler's own
+        weights. They come two steps late: see `training/timestep_sampling.py`.
+        """
+
+    def start(self, channels: int, device: torch.device) -> None:
+        """Before a run: what a sampler that looks at the images must know to be ready for its state."""
+
+    def before_update(self, update: Update) -> None:
+        """Before the weights are updated."""
+
+    def after_update(self, update: Update) -> None:
+        """After the weights have been updated."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors, saved in every checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        if state:
+            raise ValueError(f"{type(self).__name__} has no state, but was given {', '.join(state)}")
+
+    # What a run asks of it.
+
+    def overrides(self, *names: str) -> bool:
+        return any(getattr(type(self), name) is not getattr(TimestepSampler, name) for name in names)
+
+    @property
+    def observes(self) -> bool:
+        return self.overrides("observe")
+
+    @property
+    def looks_at_images(self) -> bool:
+        return self.overrides("sample_for")
+
+    @property
+    def measures_updates(self) -> bool:
+        return self.overrides("before_update", "after_update")
+
+    @property
+    def adapts(self) -> bool:
+        return self.observes or self.measures_updates
+
+    @property
+    def can_be_stratified(self) -> bool:
+        """Whether its draws go through `quantiles`; a class that overrides `draw` and uses them says so."""
+        return not self.overrides("sample", "draw", "sample_for")
+
+
+class Uniform(TimestepSampler):
+    """t uniform on 0 .. T-1, independently for every image (Ho et al. 2020, algorithm 1). The same objective."""
+
+    can_be_stratified = True
+
+    def draw(self, batch_size: int, generator: torch.Generator) -> torch.Tensor:
+        if self.stratified:
+            return super().draw(batch_size, generator)
+        return torch.randint(self.num_train_timesteps, (batch_size,), generator=generator)
+
+    def inverse_cumulative(self, quantiles: torch.Tensor) -> torch.Tensor:
+        return (quantiles * self.num_train_timesteps).long()
+
+
+class Stratified(Uniform):
+    """One t from each of n equal slices of 0 .. T-1, in random order: t_i = floor(T (i + U_i) / n).
+
+    As in Crowson's k-diffusion; `--stratified` does it to any other density. The same objective.
+    """
+
+    stratified = True
+
+
+class LogitNormal(TimestepSampler):
+    """t = floor(T sigmoid(N(mean, std^2))) (Esser et al. 2024, eq. 19, which has it for rectified flows).
+
+    P(t) = Phi((logit((t + 1) / T) - mean) / std) - Phi((logit(t / T) - mean) / std). Another objective.
+    """
+
+    objective = "changed"
+
+    def __init__(self, alphas_cumprod: torch.Tensor, mean: float = 0.0, std: float = 1.0):
+        super().__init__(alphas_cumprod)
+        positive(std=std)
+        edges = torch.linspace(0, 1, self.num_train_timesteps + 1, dtype=torch.float64)
+        self.set_density(normal_mass((edges.logit() - mean) / std))
+
+
+class EDM(TimestepSampler):
+    """ln sigma ~ N(mean, std^2) (Karras et al. 2022, table 1), t the one whose log sigma_t is nearest.
+
+    sigma_t = sqrt((1 - a_t) / a_t) is the noise beside an image of unit scale. Another objective: its own weights are
+    `--loss_weighting edm`.
+    """
+
+    objective = "changed"
+
+    def __init__(self, alphas_cumprod: torch.Tensor, mean: float = -1.2, std: float = 1.2):
+        super().__init__(alphas_cumprod)
+        positive(std=std)
+        log_sigma = ((1 - alphas_cumprod) / alphas_cumprod).log() / 2
+        midpoints = (log_sigma[1:] + log_sigma[:-1]) / 2
+        infinity = torch.full((1,), math.inf, dtype=torch.float64)
+        self.set_density(normal_mass((torch.cat([-infinity, midpoints, infinity]) - mean) / std))
+
+
+class SpeeD(TimestepSampler):
+    """Timesteps below tau k times as likely as those from tau on (Wang et al. 2024, eq. 5), drawn in dual pairs.
+
+    Half of the batch and one is drawn so; the others are their duals, m - t if t < m and t - m from there on, as in
+    the authors' code, where m is one more than the first t at which sqrt(1 - a_t) rises by less than 1e-4 a step.
+    tau is 700 of 1000 timesteps. Another objective; the weights that belong to it are `--loss_weighting speed`.
+    """
+
+    objective = "changed"
+    can_be_stratified = True
+
+    def __init__(self, alphas_cumprod: torch.Tensor, tau: int | None = None, k: float = 5.0):
+        super().__init__(alphas_cumprod)
+        positive(k=k)
+        t = torch.arange(self.num_train_timesteps)
+        self.set_density(torch.where(t < speed_tau(tau, self.num_train_timesteps), k, 1.0))
+        self.mirror = saturation(alphas_cumprod)
+        self._primary_share = 0.5
+
+    def draw(self, batch_size: int, generator: torch.Generator) -> torch.Tensor:
+        primaries = batch_size // 2 + 1
+        self._primary_share = min(1.0, primaries / batch_size)
+        t = super().draw(primaries, generator)
+        return torch.cat([t, self.dual(t)])[:batch_size]
+
+    def dual(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.where(t < self.mirror, self.mirror - t, t - self.mirror)
+
+    def describe(self) -> torch.Tensor:
+        """Of the first draws and their duals together, in the proportion of the latest batch."""
+        first = super().describe()
+        duals = torch.zeros_like(first).index_add(0, self.dual(torch.arange(self.num_train_timesteps)), first)
+        return self._primary_share * first + (1 - self._primary_share) * duals
+
+
+def saturation(alphas_cumprod: torch.Tensor) -> int:
+    """SpeeD's m: 642 for the linear schedule of 1000 steps; the slope is that of 1000 steps whatever their number."""
+    slope = torch.gradient((1 - alphas_cumprod).sqrt())[0] * (len(alphas_cumprod) / 1000)
+    flat = (slope < 1e-4).nonzero()
+    last = len(alphas_cumprod) - 1
+    return min(flat[0].item() + 1, last) if len(flat) else last
+
+
+def speed_tau(tau: int | None, num_train_timesteps: int) -> int:
+    """SpeeD's tau, by default the paper's share of the timesteps."""
+    if tau is None:
+        return round(0.7 * num_train_timesteps)
+    if not 0 < tau <= num_train_timesteps:
+        raise ValueError(f"tau {tau}: must be from 1 to the {num_train_timesteps} timesteps")
+    return tau
+
+
+def normal_mass(edges: torch.Tensor) -> torch.Tensor:
+    """The standard normal's probability of each cell between edges; of the upper half by symmetry, for precision."""
+    below, above = torch.special.ndtr(edges), torch.special.ndtr(-edges)
+    return torch.where(edges[1:] <= 0, below[1:] - below[:-1], above[:-1] - above[1:])
+
+
+def positive(**values: float) -> None:
+    for name, value in values.items():
+        if value <= 0:
+            raise ValueError(f"{name} {value}: must be greater than 0")

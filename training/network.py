@@ -1,0 +1,255 @@
+"""The network: the paper's U-Net as a UNet2DModel, its shapes for other sizes, and the paper's initialisation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from common.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from diffusers import UNet2DConditionModel, UNet2DModel
+
+    from run_folder.config import TrainingConfig
+
+# What differs from UNet2DModel's defaults. With the defaults, five of these give another network
+# with the same number of parameters (docs/reproduction.md).
+PAPER_ARITHMETIC = {
+    "layers_per_block": 2,
+    "attention_head_dim": None,
+    "downsample_padding": 0,
+    "norm_eps": 1e-6,
+    "norm_num_groups": 32,
+    "flip_sin_to_cos": False,
+    "freq_shift": 1,
+}
+PAPER_CIFAR10 = {
+    **PAPER_ARITHMETIC,
+    "sample_size": 32,
+    "in_channels": 3,
+    "out_channels": 3,
+    "block_out_channels": (128, 256, 256, 256),
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+    "dropout": 0.1,
+}
+PAPER_CIFAR10_PARAMETERS = 35_746_307
+
+# Channels of each level by image size: 32 and 256 are the paper's, the others follow them.
+CHANNELS = {
+    8: (32, 64),
+    16: (64, 128, 128),
+    32: (128, 256, 256, 256),
+    64: (128, 256, 256, 256),
+    128: (128, 128, 256, 256, 512),
+    256: (128, 128, 256, 256, 512, 512),
+}
+ATTENTION_RESOLUTION = 16
+CHANNELS_OF_A_HEAD = 64  # in attention to words, of which the paper says nothing
+ZERO_GAIN = 1e-5  # a variance scale of 1e-10
+
+
+def can_be_halved(resolution: int) -> bool:
+    """Whether a network is defined for the size."""
+    if not min(CHANNELS) <= resolution < 2 * max(CHANNELS):
+        return False
+    halvings = len(CHANNELS[max(size for size in CHANNELS if size <= resolution)]) - 1
+    return resolution % 2 ** max(1, halvings - 1) == 0
+
+
+def network_shape(resolution: int) -> tuple[tuple[int, ...], int]:
+    """Channels of each level and the level with attention, for a size from 8 to 511.
+
+    The image is halved as often as in the nearest size at or below it in `CHANNELS`, or once less when that
+    division leaves a remainder (28 is halved to 14 and 7); attention is at the first level of at most 16 pixels.
+    """
+    if not min(CHANNELS) <= resolution < 2 * max(CHANNELS):
+        raise UserError(
+            f"--resolution {resolution}: networks are defined for {min(CHANNELS)} to {2 * max(CHANNELS) - 1} pixels; "
+            f"choose such a size or describe another network with --model_config_name_or_path"
+        )
+    channels = CHANNELS[max(size for size in CHANNELS if size <= resolution)]
+    halvings = len(channels) - 1
+    if resolution % 2**halvings and halvings > 1:
+        channels, halvings = channels[:-1], halvings - 1
+    if resolution % 2**halvings:
+        raise UserError(
+            f"--resolution {resolution}: the network must halve it {halvings} times; use {nearest_sizes(resolution)}"
+        )
+    attention = next(
+        level for level in range(len(channels)) if resolution >> level <= ATTENTION_RESOLUTION or level == halvings
+    )
+    return channels, attention
+
+
+def nearest_sizes(resolution: int) -> str:
+    """The sizes below and above that a network is defined for."""
+    below = next((size for size in range(resolution - 1, min(CHANNELS) - 1, -1) if can_be_halved(size)), None)
+    above = next((size for size in range(resolution + 1, 2 * max(CHANNELS)) if can_be_halved(size)), None)
+    return " or ".join(str(size) for size in (below, above) if size is not None)
+
+
+def build_unet(
+    resolution: int,
+    channels: int,
+    dropout: float = 0.1,
+    generator: torch.Generator | None = None,
+    condition: dict[str, int] | None = None,
+) -> UNet2DModel | UNet2DConditionModel:
+    """The paper's network for a size of image; at 32 pixels and 3 channels it is that of CIFAR-10.
+
+    `condition` is nothing, or {"num_class_embeds": n} for a class, whose embedding is added to that of the timestep,
+    or {"cross_attention_dim": n} for text.
+    """
+    block_out_channels, attention = network_shape(resolution)
+    levels = range(len(block_out_channels))
+    settings = {
+        **PAPER_ARITHMETIC,
+        "sample_size": resolution,
+        "in_channels": channels,
+        "out_channels": channels,
+        "block_out_channels": block_out_channels,
+        "down_block_types": tuple("AttnDownBlock2D" if level == attention else "DownBlock2D" for level in levels),
+        "up_block_types": tuple("AttnUpBlock2D" if level == attention else "UpBlock2D" for level in reversed(levels)),
+        "dropout": dropout,
+        **(condition or {}),
+    }
+    unet = network_class(condition)(**(with_cross_attention(settings) if reads_text(condition) else settings))
+    initialize_like_paper(unet, generator)
+    return unet
+
+
+def reads_text(condition: dict[str, int] | None) -> bool:
+    return "cross_attention_dim" in (condition or {})
+
+
+def network_class(condition: dict[str, int] | None) -> type[UNet2DModel | UNet2DConditionModel]:
+    from diffusers import UNet2DConditionModel, UNet2DModel
+
+    return UNet2DConditionModel if reads_text(condition) else UNet2DModel
+
+
+def with_cross_attention(settings: dict[str, object]) -> dict[str, object]:
+    """The paper's network with attention to the words wherever it has attention to itself."""
+    types = {
+        name: tuple(block.replace("Attn", "CrossAttn") for block in settings[name])
+        for name in ("down_block_types", "up_block_types")
+    }
+    types["mid_block_type"] = "UNetMidBlock2DCrossAttn"
+    # The number of heads, whatever its name says.
+    heads = tuple(max(1, channels // CHANNELS_OF_A_HEAD) for channels in settings["block_out_channels"])
+    return {**settings, **types, "attention_head_dim": heads}
+
+
+def load_network(
+    name_or_path: str, resolution: int, condition: dict[str, int] | None = None
+) -> UNet2DModel | UNet2DConditionModel:
+    """The network that somebody's config.json describes (a file, a folder or a Hub id), tried with one image."""
+    flag = f"--model_config_name_or_path {name_or_path}"
+    kind = network_class(condition)
+    try:
+        settings = kind.load_config(name_or_path)
+        if reads_text(condition) and settings.get("_class_name") == "UNet2DModel":
+            settings = with_cross_attention(settings)
+        unet = kind.from_config(settings, **(condition or {})).eval()
+        size, halvings = unet.config.sample_size, len(unet.config.block_out_channels) - 1
+    except Exception as error:  # diffusers raises whatever a wrong entry runs into
+        raise UserError(f"{flag}: not a {kind.__name__} configuration ({first_line(error)})") from error
+    if size != resolution:
+        raise UserError(f"{flag}: sample_size is {size}, but --resolution is {resolution}")
+    if resolution % 2**halvings:
+        raise UserError(f"--resolution {resolution}: the network in {name_or_path} halves it {halvings} times")
+    try:
+        with torch.no_grad():
+            unet(torch.zeros(1, unet.config.in_channels, resolution, resolution), 0, **an_input(condition))
+    except Exception as error:
+        raise UserError(f"{flag}: the network cannot take an image and a timestep ({first_line(error)})") from error
+    return unet.train()
+
+
+def an_input(condition: dict[str, int] | None) -> dict[str, torch.Tensor]:
+    """What a network with this condition takes for one image, besides the image and its timestep."""
+    if reads_text(condition):
+        return {"encoder_hidden_states": torch.zeros(1, 1, condition["cross_attention_dim"])}
+    return {"class_labels": torch.zeros(1, dtype=torch.int64)} if condition else {}
+
+
+def build_unet_from_config(
+    name_or_path: str,
+    resolution: int,
+    channels: int,
+    generator: torch.Generator | None = None,
+    condition: dict[str, int] | None = None,
+) -> UNet2DModel | UNet2DConditionModel:
+    """The network of a configuration, initialised as in the paper."""
+    unet = load_network(name_or_path, resolution, condition)
+    if (unet.config.in_channels, unet.config.out_channels) != (channels, channels):
+        raise UserError(
+            f"--model_config_name_or_path {name_or_path}: the network has {unet.config.in_channels} channels in and "
+            f"{unet.config.out_channels} out, but the images have {channels}; change the file or --channels"
+        )
+    initialize_like_paper(unet, generator)
+    return unet
+
+
+def check_network(config: TrainingConfig) -> None:
+    """Raise, before any image is decoded, if there is no network for the resolution."""
+    if config.model_config_name_or_path is None:
+        network_shape(config.resolution)
+    else:
+        # How many classes there are, or how wide the encoder is, shows later; any number will do to try the rest.
+        condition = {"class": {"num_class_embeds": 1}, "text": {"cross_attention_dim": 8}}
+        load_network(
+            config.model_config_name_or_path, config.resolution, condition.get(getattr(config, "condition", None))
+        )
+
+
+def build_training_unet(
+    config: TrainingConfig, channels: int, generator: torch.Generator, condition: dict[str, int] | None = None
+) -> UNet2DModel | UNet2DConditionModel:
+    """The network that a run's configuration asks for."""
+    if config.model_config_name_or_path is None:
+        return build_unet(config.resolution, channels, config.dropout, generator, condition)
+    return build_unet_from_config(config.model_config_name_or_path, config.resolution, channels, generator, condition)
+
+
+def zero_initialized(unet: nn.Module) -> dict[str, nn.Module]:
+    """The layers that start (nearly) at zero: what a res-block, an attention and the whole network add.
+
+    Attention to words is inside a block of its own; it is the block's output that is added.
+    """
+    return {
+        name: module
+        for name, module in unet.named_modules()
+        if name.endswith((".conv2", ".to_out.0", ".proj_out"))
+        and ".transformer_blocks." not in name
+        or name == "conv_out"
+    }
+
+
+@torch.no_grad()
+def initialize_like_paper(unet: nn.Module, generator: torch.Generator | None = None) -> None:
+    """Xavier-uniform weights, zero biases, and gain 1e-5 where `zero_initialized` (Ho et al. 2020, code).
+
+    Embeddings of classes, which the paper has none of, are standard normal, as in its followers.
+    """
+    nearly_zero = zero_initialized(unet)
+    for name, module in unet.named_modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            gain = ZERO_GAIN if name in nearly_zero else 1.0
+            nn.init.xavier_uniform_(module.weight, gain=gain, generator=generator)
+            if module.bias is not None:  # queries, keys and values of attention to words have none
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, generator=generator)
+
+
+def describe_initialization(unet: nn.Module) -> str:
+    """What the weights show, for the audit."""
+    convolution = unet.conv_in.weight
+    bound = (6 / (convolution[0].numel() + convolution[:, 0].numel())) ** 0.5
+    xavier = 0.9 * bound < convolution.abs().max() <= bound and not unet.conv_in.bias.any()
+    zero = all(layer.weight.abs().max() < 10 * ZERO_GAIN for layer in zero_initialized(unet).values())
+    return f"{'Xavier-uniform' if xavier else 'other'}, {'zero' if zero else 'non-zero'} residual outputs"
