@@ -1,30 +1,78 @@
-"""The run's folder: checked before anything is made in it."""
+"""The run's folder: the names of its files, how they are read, and what is checked before anything is made in it."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
+from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import yaml
 
 from common.errors import UserError
 from common.files import LOCK_FILE, first_existing, lock
 from conditions.guidance import CONDITION_FILE
 from run_folder.checkpoint_files import find_checkpoint
-from training.tracking import METRICS_FILE
+from run_folder.config import ConditionalConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from common.processes import Processes
-    from run_folder.config import TrainingConfig
 
 logger = logging.getLogger(__name__)
+
+METRICS_FILE, CONFIG_FILE, PIPELINE_FILE = "metrics.jsonl", "config.yaml", "model_index.json"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run on the disk. It alone knows the names of its files; who wants one asks for it here."""
+
+    path: Path
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / METRICS_FILE
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / CONFIG_FILE
+
+    @property
+    def pipeline_file(self) -> Path:
+        return self.path / PIPELINE_FILE
+
+    def read_config(self) -> TrainingConfig:
+        """Read what the run was told, a `ConditionalConfig` if train_conditional.py wrote it."""
+        try:
+            values = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+            kind = ConditionalConfig if "condition" in values else TrainingConfig
+            known = {entry.name for entry in fields(kind)}
+            return kind(**{name: value for name, value in values.items() if name in known})
+        except OSError as error:
+            raise UserError(f"{self.path} is not a run: {CONFIG_FILE} cannot be read ({error.strerror})") from error
+        except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError) as error:
+            raise UserError(f"{self.config_file} is not what a training wrote there") from error
+
+    def read_metrics(self) -> list[dict]:
+        """Read the lines of metrics; one that is being written while this reads is left out."""
+        lines = []
+        if self.metrics_file.is_file():
+            for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
+                try:
+                    lines.append(json.loads(line))
+                except ValueError:
+                    break
+        return lines
+
 
 # Per parameter: raw weights, moving average and the two moments of Adam, four bytes each.
 BYTES_PER_PARAMETER = 16
 WRITTEN_BY_A_RUN = (
-    *(LOCK_FILE, METRICS_FILE, "config.yaml", "samples", "unet", "scheduler", "model_index.json", "README.md"),
+    *(LOCK_FILE, METRICS_FILE, CONFIG_FILE, "samples", "unet", "scheduler", PIPELINE_FILE, "README.md"),
     *("checkpoint-*", ".checkpoint-*", ".pipeline.tmp", ".unet.old", ".scheduler.old", ".*.tmp"),
     *("evaluation_results.*", "evaluation_per_class.csv", "best_scores.csv", "*_vs_*.png"),
     *(CONDITION_FILE, "conditional_pipeline.py", "text_encoder", "tokenizer", ".text_encoder.old", ".tokenizer.old"),
@@ -97,7 +145,7 @@ def check_output_dir(config: TrainingConfig) -> None:
 
 
 def is_run(path: Path) -> bool:
-    return (path / METRICS_FILE).exists() and (path / "config.yaml").exists()
+    return (path / METRICS_FILE).exists() and (path / CONFIG_FILE).exists()
 
 
 def of_a_run(name: str, config: TrainingConfig) -> bool:

@@ -34,7 +34,7 @@ from run_folder.config import (
     NetworkOptions,
     OptimizerOptions,
 )
-from training.tracking import METRICS_FILE
+from run_folder.folder import METRICS_FILE
 
 if TYPE_CHECKING:
     from run_folder.config import TrainingConfig

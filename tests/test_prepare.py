@@ -27,7 +27,7 @@ from common.interruption import EXIT_INTERRUPTED, Interrupted
 from image_data.annotations import ANIMALS10
 from image_data.decode import decode_image
 from image_data.sources import load_images
-from preparation import archives
+from preparation import archives, image_folder, photo_files
 from preparation.image_folder import split_photos
 from preparation.layouts import Photo, recognise
 from preparation.prepare_options import parse_prepare_options

@@ -23,7 +23,7 @@ from schedulers.ddpm import build_scheduler
 from schedulers.loss import TIMESTEP_SAMPLERS
 from schedulers.timestep_samplers import Uniform
 from schedulers.weighting import LOSS_WEIGHTINGS
-from visualization import diffusion, dissolving
+from visualization import diffusion, dissolving, run_curves
 
 SCHEDULES = {name: build_scheduler(name) for name in ("linear", "cosine")}
 SIDE = dissolving.NARROWEST  # of a single image in the animation

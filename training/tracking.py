@@ -19,6 +19,7 @@ import torch
 from common import interruption
 from common.files import write_atomically
 from common.progress import progress_bar
+from run_folder.folder import METRICS_FILE
 from training.loop import COUNTS, GRADIENT_NORM, LOSSES, OBJECTIVE, WEIGHTS
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SMOOTHING = 0.99  # per step
-METRICS_FILE = "metrics.jsonl"
 DENSITY, DENSITY_BINS = "timestep_density", 100
 
 

@@ -17,10 +17,10 @@ from common.plots import drawing, legend_beside
 from run_folder.checkpoint_files import describe
 from run_folder.checkpoints import checkpoints, step_of
 from run_folder.config import TrainingConfig
+from run_folder.folder import METRICS_FILE
 from schedulers.ddpm import build_scheduler
 from training.loop import QUARTERS
 from training.timestep_sampling import ON_THEIR_WAY, build_sampler
-from training.tracking import METRICS_FILE
 
 EFFECTIVE_SAMPLE_SIZE = "weight_ess"
 MOST_CURVES = 8
