@@ -317,5 +317,5 @@ class Session:
                 )
             if output_dir is not None:
                 add_result(output_dir, measured, metrics)
-        processes.wait()
+        processes.barrier()
         return metrics

@@ -212,7 +212,7 @@ def train(
 
         # A CPU can be asked after every step, a GPU where its results are fetched anyway.
         finished = is_over(config, processes, state.step, tracking.clock.train_seconds, total_steps)
-        stopped = not finished and processes.any(interruption.requested() is not None)
+        stopped = not finished and processes.all_reduce_any(interruption.requested() is not None)
         line_due = state.step % config.logging_steps == 0
         if (
             line_due or finished or stopped or device.type == "cpu" or milestones.due(state.step)
@@ -237,7 +237,7 @@ def is_over(config: TrainingConfig, processes: Processes, step: int, seconds: fl
     """Whether the steps are done, or the time is up on any process."""
     if step >= total_steps or config.max_train_seconds is None:
         return step >= total_steps
-    return processes.any(seconds >= config.max_train_seconds)
+    return processes.all_reduce_any(seconds >= config.max_train_seconds)
 
 
 def conditioned(
