@@ -75,6 +75,10 @@ class Processes:
             dist.all_gather_object(items, item, group=self._patient)
         return items
 
+    def broadcast(self, item: object) -> object:
+        """Return on every process what the main one has; the others may pass anything."""
+        return self.all_gather(item)[0]
+
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the processes of a tensor on the CPU, on every process."""
         if self.count == 1:
@@ -128,7 +132,7 @@ class Processes:
         """A place to answer a roll call that needs no connection to the one who is lost; process 0 keeps it."""
         host = os.environ["MASTER_ADDR"]
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.is_main else None
-        port = self.all_gather(store.port if store is not None else None)[0]
+        port = self.broadcast(store.port if store is not None else None)
         return store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
     def _lost(self) -> str:
