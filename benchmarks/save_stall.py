@@ -54,7 +54,7 @@ def main() -> None:
         state.optimizer.step()
         state.optimizer.zero_grad()
         state.ema.update()
-        processes.synchronize()
+        processes.synchronize_device()
 
     measured: dict[str, list[float]] = {name: [] for name in ("copy", "save", "written", "step", "step_beside_write")}
     with tempfile.TemporaryDirectory(dir=".") as folder:

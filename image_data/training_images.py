@@ -64,7 +64,7 @@ def load_training_images(config: TrainingConfig, source: ImageSource, processes:
         on_bad_image=config.on_bad_image,
         cache_dir=Path(config.cache_dir or default_cache_dir()).expanduser(),
         work_here=processes.is_local_main,
-        wait=processes.wait,
+        wait=processes.barrier,
     )
     logger.info(
         "%s[%s]: %d images, %d channel(s), %d data worker(s)",

@@ -343,7 +343,7 @@ class TwoMilestones(Milestones):
             paused=nullcontext, clock=SimpleNamespace(train_seconds=1.0), log_density=lambda density, step: None
         )
         self.processes = SimpleNamespace(
-            count=2, is_main=True, wait=lambda: None, collect=lambda digest: [digest, digest_of(other)]
+            count=2, is_main=True, barrier=lambda: None, all_gather=lambda digest: [digest, digest_of(other)]
         )
 
     def draw_samples(self, state: SimpleNamespace) -> bool:

@@ -106,7 +106,7 @@ class Milestones:
             if (finished or stopped) and self.processes.is_main:
                 self.writer.finish(state)
             if finished or stopped:
-                self.processes.wait()
+                self.processes.barrier()
         if stopped:
             raise interruption.Interrupted(
                 f"{interruption.requested() or 'a stop of another process'}: saved at step {step} in "
@@ -125,12 +125,12 @@ class Milestones:
         with self.tracking.paused():
             if state.step == 0:
                 self.tracking.log_density(state.timesteps.sampler.describe(), 0)
-            missing = self.processes.any(self.processes.is_main and not self._grid_path(state.step).exists())
+            missing = self.processes.all_reduce_any(self.processes.is_main and not self._grid_path(state.step).exists())
             if missing and (due or (over and self._worth_a_grid(state))):
                 self.draw_samples(state)
             if over:
                 self.save_pipeline(state)
-                self.processes.wait()
+                self.processes.barrier()
 
     def check_replicas(self, state: TrainingState) -> None:
         """Raise unless every process has the same weights and moving average, to the bit."""
@@ -157,11 +157,11 @@ class Milestones:
             for _ in range(2):  # the first pass also warms up
                 start = time.perf_counter()
                 state.unet(probe, 0, **inputs)
-                self.processes.synchronize()
+                self.processes.synchronize_device()
                 seconds.append(time.perf_counter() - start)
         passes = self.config.ddpm_num_inference_steps * len(state.sampling_weights)
         estimate = seconds[-1] * passes
-        too_long = self.processes.any(estimate > max(FREE_SAMPLING_SECONDS, state.train_seconds))
+        too_long = self.processes.all_reduce_any(estimate > max(FREE_SAMPLING_SECONDS, state.train_seconds))
         if too_long and self.processes.is_main:
             logger.info(
                 "No sample grid at the end: drawing it would take about %.0f s after %.0f s of training; "
@@ -204,7 +204,7 @@ class Milestones:
 
         def on_step(number: int, samples: torch.Tensor) -> None:
             bar.update()
-            if self.processes.any(interruption.requested() is not None):
+            if self.processes.all_reduce_any(interruption.requested() is not None):
                 raise StoppedWhileSampling
 
         try:

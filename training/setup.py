@@ -112,13 +112,13 @@ class Run:
         if self.state.step >= self.total_steps or limit is None:
             return self.state.step >= self.total_steps
         seconds = self.state.train_seconds if self.tracking is None else self.tracking.clock.train_seconds
-        return self.processes.any(seconds >= limit)
+        return self.processes.all_reduce_any(seconds >= limit)
 
     def ending(self) -> Ending:
         """Tell whether the run ends here, and all processes with it."""
         if self.is_over():
             return "finished"
-        return "stopped" if self.processes.any(interruption.requested() is not None) else None
+        return "stopped" if self.processes.all_reduce_any(interruption.requested() is not None) else None
 
     def exchanging_gradients(self, after: bool) -> AbstractContextManager:
         """Have the processes exchange gradients after the pass in here, or not yet."""

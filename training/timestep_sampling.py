@@ -192,7 +192,7 @@ class TimestepSampling:
     ) -> torch.Tensor:
         """See `Update.kl`; in parts as large as a forward pass of the training."""
         device, started = self._processes.device, time.perf_counter()
-        self._processes.synchronize()
+        self._processes.synchronize_device()
         self.seconds -= time.perf_counter() - started  # waiting for the training is not the sampler's time
         found = []
         network.eval()
@@ -202,7 +202,7 @@ class TimestepSampling:
                 noise = standard_normal(self._noise_key, to_device(noise_rows[part], device), step, self._shape)
                 found.append(self._divergence[t] * losses(rows[part], noise, t))
         network.train()
-        self._processes.synchronize()
+        self._processes.synchronize_device()
         return torch.cat(found)
 
     def _total(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,7 @@ class Tracking:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Time in here is not training time."""
-        self.processes.synchronize()
+        self.processes.synchronize_device()
         with self.clock.paused():
             yield
 
