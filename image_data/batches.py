@@ -76,10 +76,12 @@ class Batch:
         parts = (part[chosen] for part in (self.images, self.indices, self.positions, self.condition))
         return Batch(self.step, *parts)
 
-    def in_passes(self) -> Iterator[Batch]:
-        """Split the batch into its forward passes."""
+    def in_passes(self, *others: torch.Tensor) -> Iterator[tuple]:
+        """Split the batch, and tensors that go with it, into its forward passes."""
         size = len(self.images) // self.passes
-        return (self[start : start + size] for start in range(0, len(self.images), size))
+        for start in range(0, len(self.images), size):
+            chosen = slice(start, start + size)
+            yield self[chosen], *(other[chosen] for other in others)
 
 
 class ConditionOfImages(Protocol):
@@ -126,6 +128,10 @@ class TrainingBatches:
         self.positions = torch.arange(total_batch_size).view(passes, processes.count, -1)[:, processes.index].flatten()
         # Images in memory are there at once; only those still to be decoded are worth a process.
         self._num_workers = data.num_workers if isinstance(self.images, StreamedImages) else 0
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the condition at home when workers are sent for images: it may hold a text encoder."""
+        return {**self.__dict__, "condition": None}
 
     def indices(self, step: int) -> torch.Tensor:
         """Return the images of a step's global batch."""

@@ -26,7 +26,7 @@ from common.machine import PendingCopy, to_device
 from common.randomness import derive_seed, generator_for, standard_normal
 from schedulers.adaptive_samplers import AdaptiveTimestepSampling, LossSecondMoment
 from schedulers.ddpm import ExactDDPMScheduler
-from schedulers.timestep_samplers import EDM, LogitNormal, SpeeD, Stratified, TimestepSampler, Uniform, Update
+from schedulers.timestep_samplers import EDM, LogitNormal, SpeeD, Stratified, TimestepSampler, Uniform, UpdateProbe
 from schedulers.weighting import LOSS_WEIGHTINGS, weighting_table
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class DiffusionLoss:
         def kl(rows: torch.Tensor, timesteps: torch.Tensor, noise_rows: torch.Tensor) -> torch.Tensor:
             return self._divergences(network, batch, rows, timesteps, noise_rows)
 
-        update = Update(batch.step, self.batch_size, batch.positions, kl, self._sum_over_processes)
+        update = UpdateProbe(batch.step, self.batch_size, batch.positions, kl, self._sum_over_processes)
         with self._timed():
             self.sampler.before_update(update)
         yield
@@ -175,9 +175,9 @@ class DiffusionLoss:
     def _divergences(
         self, network, batch: Batch, rows: torch.Tensor, timesteps: torch.Tensor, noise_rows: torch.Tensor
     ) -> torch.Tensor:
-        """Compute `Update.kl`, in parts as large as a forward pass of the training."""
+        """Compute `UpdateProbe.kl`, in parts as large as a forward pass of the training."""
         started = time.perf_counter()
-        self.processes.synchronize()
+        self.processes.synchronize_device()
         self.sampler_seconds -= time.perf_counter() - started  # waiting for the training is not the sampler's time
         noise_key = derive_seed(self.seed, "timestep sampler")
         divergences = []
@@ -189,7 +189,7 @@ class DiffusionLoss:
                 errors = self(network, batch[rows[part]], t, epsilon, LOSSES["l2"])
                 divergences.append(self._divergence_weights[t] * errors)
         network.train()
-        self.processes.synchronize()
+        self.processes.synchronize_device()
         return torch.cat(divergences)
 
     @cached_property
@@ -242,7 +242,7 @@ def build_loss(options: dict[str, object], process: ExactDDPMScheduler) -> Diffu
 def build_sampler(options: dict[str, object], alphas_cumprod: torch.Tensor) -> TimestepSampler:
     """Build the sampler that the options name, from the registry or from the user's own file."""
     name = options["timestep_sampler"]
-    if is_own_file(name):
+    if names_own_file(name):
         kind, own = load_class(name), parse_own_options(options["timestep_sampler_options"])
     else:
         kind = TIMESTEP_SAMPLERS[name]
@@ -279,7 +279,7 @@ def blamed_on(flag: str) -> Iterator[None]:
         raise UserError(f"{flag}: {error}") from error
 
 
-def is_own_file(timestep_sampler: str) -> bool:
+def names_own_file(timestep_sampler: str) -> bool:
     return ".py:" in timestep_sampler
 
 

@@ -21,8 +21,8 @@ def train(run: Run) -> None:
     """Repeat the lines of algorithm 1 until the run is over; raise `Interrupted` if somebody asks for a stop."""
     network, loss, state, update = run.network, run.state.loss, run.state, run.state.update
     network.train()
-    run.milestones.catch_up(state, run.is_over())
-    if run.is_over():
+    run.milestones.catch_up(state)
+    if run.over:
         return
 
     for batch in run.tracking.timed(run.batches.from_step(state.step)):  # 2: x_0 ~ q(x_0)
@@ -32,7 +32,7 @@ def train(run: Run) -> None:
 
         errors = []
         update.begin()
-        for part, t_of_part, weight in zip(batch.in_passes(), t.chunk(batch.passes), weights.chunk(batch.passes)):
+        for part, t_of_part, weight in batch.in_passes(t, weights):
             with run.exchanging_gradients(after=len(errors) == batch.passes - 1):
                 error = loss(network, part, t_of_part)  # 4: epsilon ~ N(0, I), and |epsilon - epsilon_theta(x_t, t)|^2
                 update.backward((weight * error).mean() / batch.passes)  # 5: its gradient

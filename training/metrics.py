@@ -50,7 +50,9 @@ class Window:
         squares = weights.to(self._dtype).square()
         objective = update.objective.to(self._dtype) / self.processes.count
         single = [weights.to(self._dtype).sum(), squares.sum(), objective, (~update.is_finite).to(self._dtype)]
-        shared = torch.cat([by_quarter, in_quarter.sum(1).to(self._dtype), torch.stack(single), observed.to(self._dtype)])
+        shared = torch.cat(
+            [by_quarter, in_quarter.sum(1).to(self._dtype), torch.stack(single), observed.to(self._dtype)]
+        )
         if self.processes.count > 1:
             dist.all_reduce(shared)
         sums, failures, observed = shared.split([GRADIENT_NORM, 1, len(observed)])

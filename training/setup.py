@@ -92,7 +92,7 @@ class TrainingState:
 
 @dataclass
 class Run:
-    """What is put together before the first step; `execute` adds the last three."""
+    """What is put together before the first step; `execute` adds the last four."""
 
     config: TrainingConfig  # nothing in it is open any more
     processes: Processes
@@ -102,6 +102,7 @@ class Run:
     process: ExactDDPMScheduler
     state: TrainingState
     total_steps: int
+    over: bool = False  # before it began: there is nothing left to train
     network: torch.nn.Module | None = None  # `state.unet` as accelerate wrapped it
     tracking: Tracking | None = None
     milestones: Milestones | None = None
@@ -188,6 +189,7 @@ def execute(run: Run) -> None:
         if processes.is_main:
             save_config(config, Path(config.output_dir) / "config.yaml")
             run.condition.write_parts(Path(config.output_dir))
+        run.over = run.is_over()
         run.network = processes.accelerator.prepare(state.unet)
         with Tracking(run) as run.tracking, processes.reporting_dead_peers():
             run.milestones = Milestones(run, CheckpointWriter(config, checkpoint))

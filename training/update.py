@@ -112,7 +112,7 @@ class ExactEMA(EMA):
     """
 
     def get_current_decay(self) -> float:
-        """Return 1 - (1 + n / inv_gamma)^-power after the copy and n further updates, between `min_value` and `beta`."""
+        """Return 1 - (1 + n / inv_gamma)^-power n updates after the copy, between `min_value` and `beta`."""
         updates = self.step.item() - self.update_after_step - 1
         if updates <= 0:
             return 0.0
