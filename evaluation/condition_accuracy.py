@@ -94,7 +94,7 @@ class ConditionAccuracy:
         self.requested, self.processes = requested, processes
         # The images take memory that the other processes need not spend as well.
         found = self._load_classifier(real, num_workers, cache_dir) if processes.is_main else None
-        self.classifier = processes.all_gather(found)[0]
+        self.classifier = processes.broadcast(found)
         if isinstance(self.classifier, UserError):
             raise self.classifier
         self.classifier.network.to(processes.device)

@@ -123,7 +123,7 @@ class FeatureExtractor:
                     pixels = torch.from_numpy(image if network.resize is None else network.resize(image))
                     batch = pixels.permute(2, 0, 1).expand(self.batch_size, -1, -1, -1)
                     network.compute(batch.to(self.processes.device))
-                self.processes.synchronize()
+                self.processes.synchronize_device()
         return time.perf_counter() - start
 
     def _resized_ahead(self, batches: Iterable[Batch]) -> Iterator[list[torch.Tensor]]:
@@ -198,11 +198,11 @@ class _Pass:
         self._keep_last()
         self._fill_in_if_empty(processes)
         indices = torch.cat(self.indices)
-        count = int(processes.sum(torch.tensor(len(indices))))
+        count = int(processes.all_reduce_sum(torch.tensor(len(indices))))
         order = processes.gather_rows(indices).argsort()
         gathered = {name: processes.gather_rows(torch.cat(parts))[order] for name, parts in sorted(self.kept.items())}
         moments = {
-            name: Moments.of_sums(count, *(processes.sum(part.cpu()) for part in sums))
+            name: Moments.of_sums(count, *(processes.all_reduce_sum(part.cpu()) for part in sums))
             for name, sums in sorted(self.sums.items())
         }
         return Features(

@@ -153,7 +153,7 @@ class Samples:
                 shown = collection.finish(self.processes)
         if self.processes.is_main:
             draw_pictures(options, self.job, self.processes, pace, shown, collection.layout, self.folder)
-        self.processes.wait()
+        self.processes.barrier()
         return self.folder
 
     def generate(self, batch_size: int | None, feature_batch_size: int) -> Iterator[Batch]:

@@ -108,13 +108,13 @@ class Session:
         features = self.extractor.extract(self.extractor.batches(images, chosen), count, images.name)
         if self.processes.is_main:
             self._report(measured, features, {})
-        self.processes.wait()
+        self.processes.barrier()
 
     def measure_run(self) -> None:
         """Measure every checkpoint of a run that has not been measured in this way."""
         options, processes = self.options, self.processes
         models = models_of(self.run, options.checkpoints, options.weights) if processes.is_main else None
-        models = processes.all_gather(models)[0]
+        models = processes.broadcast(models)
         methods = [build_method(options, model) for model in models]
         for model in models:
             check_guidance(model, options.guidance_scales)
@@ -133,7 +133,7 @@ class Session:
         for number, job in enumerate(jobs, start=1):
             samples = Samples(job, count, options.mixed_precision, processes)
             measured = samples.describe(self.reference[0].identity) if processes.is_main else None
-            if processes.all_gather(processes.is_main and self._is_measured(measured))[0]:
+            if processes.broadcast(processes.is_main and self._is_measured(measured)):
                 logger.info("%s (%d of %d) has been measured already", samples.name, number, len(jobs))
                 continue
             logger.info("%s (%d of %d), weights=%s", samples.name, number, len(jobs), job.model.weights)
@@ -235,7 +235,7 @@ class Session:
     def _measure_samples(self, samples: Samples, measured: Measured | None) -> None:
         """Measure the images of a checkpoint, which are kept or generated now."""
         options, processes = self.options, self.processes
-        folder = processes.all_gather(samples.find_kept() if processes.is_main else None)[0]
+        folder = processes.broadcast(samples.find_kept() if processes.is_main else None)
         if folder is None and options.keep_images:
             folder = samples.keep(options.batch_size)
         if folder is None:
@@ -251,7 +251,7 @@ class Session:
             self._report(measured, features, metrics)
             if measured.step is not None:
                 log_to_tensorboard(self.output_dir / self.run.read_config().logging_dir, measured, metrics)
-        processes.wait()
+        processes.barrier()
 
     def _report(self, measured: Measured, extracted: list[Features], metrics: dict[str, float]) -> None:
         """Add all metrics to those that are known, print them and put them into the tables."""

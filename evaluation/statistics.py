@@ -90,7 +90,7 @@ def reference_statistics(
     wanted = [identity_of(images, network) for network in extractor.networks]
     found = [_from_cache(identity, cache_dir) for identity in wanted] if processes.is_main else []
     # The main process has looked: a file may come or go in between.
-    missing = processes.all_gather([number for number, one in enumerate(found) if one is None])[0]
+    missing = processes.broadcast([number for number, one in enumerate(found) if one is None])
     if missing:
         extractor.prepare(len(images), images.size, later)
         some = extractor.only([extractor.networks[number] for number in missing])

@@ -115,7 +115,7 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
             lock(path)
         except OSError as error:
             raise UserError(f"--output_dir {path}: cannot be written ({error.strerror})") from error
-    checkpoint = processes.all_gather(checkpoint)[0]
+    checkpoint = processes.broadcast(checkpoint)
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(f"{checkpoint}: not to be seen from process {processes.index}; the processes must share it")
     return checkpoint
