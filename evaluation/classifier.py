@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from common.errors import first_line, user_errors
-from common.files import make_folder, save_safetensors
+from common.files import load_safetensors, make_folder, save_safetensors
 from common.progress import progress_bar
 from common.randomness import generator_for
 
@@ -67,14 +65,13 @@ def load_classifier(images: torch.Tensor, labels: torch.Tensor, cache_dir: Path,
 
 def load_weights(network: nn.Module, path: Path) -> bool:
     """Load the weights from the cache; return whether they are there and whole."""
-    if not path.exists():
-        return False
     try:
-        network.load_state_dict(load_file(path))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        logger.warning("%s is damaged and is made again (%s)", path, first_line(error))
+        network.load_state_dict(load_safetensors(path)[0])
+        return True
+    except (OSError, RuntimeError) as error:
+        if path.exists():
+            logger.warning("%s is damaged and is made again (%s)", path, first_line(error))
         return False
-    return True
 
 
 def hold_out(labels: torch.Tensor) -> torch.Tensor:

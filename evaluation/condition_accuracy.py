@@ -14,23 +14,19 @@ import torch
 from common.errors import UserError
 from common.files import write_atomically
 from conditions.guidance import read_condition
-from evaluation.classifier import load_classifier
-from evaluation.image_sets import batches_of
+from evaluation.classifier import Classifier, load_classifier
+from evaluation.image_sets import Batch, EncodedImages, batches_of
 from evaluation.metrics import AS_ASKED, CLASSIFIER_ACCURACY, FD, FID, Moments, frechet_distance
-from evaluation.results import KEYS, as_csv
-from evaluation.statistics import MOST_FEATURES_KEPT
+from evaluation.results import KEYS, Measured, as_csv
+from evaluation.statistics import MOST_FEATURES_KEPT, Statistics
 from generation.generate_options import ConditionOptions
 from image_data.annotations import find_captions, find_labels, templates_filled
 from image_data.sources import spread
 
 if TYPE_CHECKING:
     from common.processes import Processes
-    from evaluation.classifier import Classifier
     from evaluation.features import Features
-    from evaluation.image_sets import Batch, EncodedImages
     from evaluation.networks import FeatureNetwork
-    from evaluation.results import Measured
-    from evaluation.statistics import Statistics
     from run_folder.config import ConditionalConfig
     from run_folder.saved_model import SavedModel
 
@@ -100,15 +96,14 @@ class ConditionAccuracy:
         self.classifier.network.to(processes.device)
 
     def _load_classifier(self, real: EncodedImages, num_workers: int, cache_dir: Path) -> Classifier | UserError:
-        """Return the classifier, on the host, or the error that all processes are to raise."""
+        """Return the classifier, or the error that all processes are to raise."""
         chosen = torch.as_tensor(spread(len(real), MOST_LEARNT))
         try:
             pixels = torch.cat([images for _, images in batches_of(real, chosen, 256, num_workers)])
-            classes = self.requested.real_classes[chosen]
-            classifier = load_classifier(pixels, classes, cache_dir, self.processes.device)
+            classifier = load_classifier(pixels, self.requested.real_classes[chosen], cache_dir, self.processes.device)
         except UserError as error:
             return error
-        classifier.network.cpu()
+        classifier.network.cpu()  # to be sent to the other processes
         return classifier
 
     def columns(self) -> list[str]:
@@ -118,17 +113,14 @@ class ConditionAccuracy:
 
     def observe(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass the samples on, and note the class that each is recognised as."""
-        self._indices, self._recognised = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+        self._recognised = [torch.zeros(0, 2, dtype=torch.int64)]  # which sample, which class
         for indices, images in batches:
-            self._indices.append(indices)
-            self._recognised.append(self.classifier.classes_of(images))
+            self._recognised.append(torch.stack([indices, self.classifier.classes_of(images)], dim=1))
             yield indices, images
 
     def measure(self) -> dict[str, float]:
         """Return the share of samples that show what was asked for; all processes must call this."""
-        indices, recognised = (
-            self.processes.gather_rows(torch.cat(parts)) for parts in (self._indices, self._recognised)
-        )
+        indices, recognised = self.processes.gather_rows(torch.cat(self._recognised)).T
         if not self.processes.is_main:
             return {}
         self._is_right = recognised[indices.argsort()] == self.requested.classes
@@ -184,12 +176,11 @@ def check_guidance(model: SavedModel, scales: list[float]) -> None:
 def add_classes(output_dir: Path, measured: Measured, classes: list[dict[str, object]]) -> None:
     """Put the rows of a measurement into the table of classes, in place of earlier ones of the same."""
     path = output_dir / PER_CLASS
+    keys = {name: "" if value is None else str(value) for name, value in asdict(measured).items()}
     rows: list[dict[str, object]] = []
     if path.exists():
         with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-    keys = {name: "" if value is None else str(value) for name, value in asdict(measured).items()}
-    rows = [row for row in rows if any(row[name] != keys[name] for name in KEYS)]
+            rows = [row for row in csv.DictReader(file) if any(row[name] != keys[name] for name in KEYS)]
     rows += [{**keys, **row} for row in classes]
     write_atomically(path, as_csv([*KEYS, "class", "metric", "value", "samples", "real_images", "as_asked"], rows))
 

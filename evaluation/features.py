@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy
+import numpy as np
 import torch
 
 from common.errors import UserError, first_line
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BATCHES_RESIZED_AHEAD = 2
+BLANK_SIDE = 32  # pixels
 WORTH_TIMING = 500  # images
 WORTH_COMPILING = 10_000  # images, by which the time of compiling is won back (benchmarks/inception_speed.json)
 
@@ -114,14 +115,13 @@ class FeatureExtractor:
 
     def _seconds_per_batch(self, size: tuple[int, int]) -> float:
         """Time one image many times over; the first pass, which may take long, is not counted."""
-        image = numpy.zeros((*size, 3), numpy.uint8)
+        image = np.zeros((*size, 3), np.uint8)
         start = 0.0
         with torch.inference_mode():
             for _ in range(2):
                 start = time.perf_counter()
                 for network in self.networks:
-                    pixels = torch.from_numpy(image if network.resize is None else network.resize(image))
-                    batch = pixels.permute(2, 0, 1).expand(self.batch_size, -1, -1, -1)
+                    batch = network.resized(image).expand(self.batch_size, -1, -1, -1)
                     network.compute(batch.to(self.processes.device))
                 self.processes.synchronize_device()
         return time.perf_counter() - start
@@ -131,13 +131,16 @@ class FeatureExtractor:
         threads = max(1, int(usable_cores()) // self.processes.local_count)
         with ThreadPoolExecutor(threads) as pool:
 
-            def begin(network: FeatureNetwork, images: torch.Tensor) -> list | torch.Tensor:
+            def begin(network: FeatureNetwork, images: torch.Tensor) -> torch.Tensor | list[Future]:
                 if network.resize is None:
                     return images
-                return [pool.submit(network.resize, image) for image in images.permute(0, 2, 3, 1).numpy()]
+                return [pool.submit(network.resized, image) for image in images.permute(0, 2, 3, 1).numpy()]
 
-            def finish(indices: torch.Tensor, *pending: list | torch.Tensor) -> list[torch.Tensor]:
-                return [indices, *(part if isinstance(part, torch.Tensor) else _stack(part) for part in pending)]
+            def finish(indices: torch.Tensor, *pending: torch.Tensor | list[Future]) -> list[torch.Tensor]:
+                return [indices] + [
+                    part if isinstance(part, torch.Tensor) else torch.stack([image.result() for image in part])
+                    for part in pending
+                ]
 
             waiting: collections.deque[list] = collections.deque()
             for indices, images in batches:
@@ -146,10 +149,6 @@ class FeatureExtractor:
                     yield finish(*waiting.popleft())
             for batch in waiting:
                 yield finish(*batch)
-
-
-def _stack(resized: list[Future]) -> torch.Tensor:
-    return torch.stack([torch.from_numpy(image.result()) for image in resized]).permute(0, 3, 1, 2)
 
 
 class _Pass:
@@ -169,7 +168,7 @@ class _Pass:
         outputs = self.network.compute(padded)
         if self.network.precision != torch.float32 and not self.indices:
             self._log_error(padded, outputs["features"])
-        outputs = {name: output[: len(images)] for name, output in outputs.items()}
+        outputs = {name: output[: len(indices)] for name, output in outputs.items()}
         for name in outputs.keys() & {"features", "spatial"}:
             values = outputs[name].to(self.sum_device).double()
             width = values.shape[1]
@@ -195,31 +194,19 @@ class _Pass:
 
     def finish(self, processes: Processes) -> Features:
         """Sum over all processes, and gather all the features in order on the main one."""
+        if not self.indices:  # the others were quicker: take part with none
+            blank = self.network.resized(np.zeros((BLANK_SIDE, BLANK_SIDE, 3), np.uint8))[None]
+            self.add(torch.zeros(0, dtype=torch.int64), blank.to(processes.device))
         self._keep_last()
-        self._fill_in_if_empty(processes)
         indices = torch.cat(self.indices)
         count = int(processes.all_reduce_sum(torch.tensor(len(indices))))
         order = processes.gather_rows(indices).argsort()
-        gathered = {name: processes.gather_rows(torch.cat(parts))[order] for name, parts in sorted(self.kept.items())}
+        kept = {name: processes.gather_rows(torch.cat(parts))[order] for name, parts in sorted(self.kept.items())}
         moments = {
             name: Moments.of_sums(count, *(processes.all_reduce_sum(part.cpu()) for part in sums))
             for name, sums in sorted(self.sums.items())
         }
-        return Features(
-            count, moments["features"], moments.get("spatial"), gathered["features"], gathered.get("logits")
-        )
-
-    def _fill_in_if_empty(self, processes: Processes) -> None:
-        """Let a process that got no image, the others having been quicker, take part with none."""
-        widths = {name: parts[0].shape[1] for name, parts in self.kept.items()}
-        summed = {name: len(total) for name, (total, _) in self.sums.items()}
-        for other_widths, other_summed in processes.all_gather((widths, summed)):
-            for name, width in other_widths.items():
-                self.kept[name] = self.kept[name] or [torch.zeros(0, width)]
-            for name, width in other_summed.items():
-                nothing = torch.zeros(width, dtype=torch.float64)
-                self.sums.setdefault(name, (nothing, torch.outer(nothing, nothing)))
-        self.indices = self.indices or [torch.zeros(0, dtype=torch.int64)]
+        return Features(count, moments["features"], moments.get("spatial"), kept["features"], kept.get("logits"))
 
 
 def _padded(images: torch.Tensor, batch_size: int) -> torch.Tensor:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from common.errors import UserError, user_errors
 from common.files import sha256
@@ -243,7 +242,7 @@ def _decode_batch(images: ImageSet, part: torch.Tensor) -> np.ndarray | UserErro
         return error  # raised in a worker, it would arrive wrapped in a traceback
 
 
-class _Mapped(Dataset):
+class _Mapped:
     """A function for `load_in_workers` to call on each item."""
 
     def __init__(self, function: Callable[[torch.Tensor], Any]):

@@ -18,7 +18,6 @@ import warnings
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch_fidelity.feature_extractor_inceptionv3 import (
@@ -32,12 +31,11 @@ from torch_fidelity.feature_extractor_inceptionv3 import (
 )
 
 from common.errors import UserError, user_errors
-from common.files import save_safetensors, sha256, written_aside
+from common.files import load_safetensors, save_safetensors, sha256, written_aside
 
 logger = logging.getLogger(__name__)
 
 SIZE = 299
-CLASSES = 1008
 SPATIAL_CHANNELS = 7
 URL = "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/inception-2015-12-05.pt"
 DOWNLOAD_TIMEOUT = 10  # seconds without an answer
@@ -77,7 +75,7 @@ class InceptionV3(nn.Module):
         self.Mixed_7a = InceptionD(768)
         self.Mixed_7b = InceptionE_1(1280)
         self.Mixed_7c = InceptionE_2(2048)
-        self.fc = nn.Linear(2048, CLASSES) if with_logits else None
+        self.fc = nn.Linear(2048, 1008) if with_logits else None
 
     def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(images)))
@@ -187,13 +185,12 @@ def download(target: Path, url: str = URL) -> bool:
                 shutil.copyfileobj(response, file)
             if sha256(aside) != CLEAN_FID:
                 raise ValueError
+        return True
     except ValueError:
         logger.warning("%s is not the file it should be and is left", url)
-        return False
     except OSError as error:  # of the network too
         logger.info("No %s: %s", url, error)
-        return False
-    return True
+    return False
 
 
 def converted(source: Path, source_digest: str, cache_dir: Path) -> dict[str, torch.Tensor]:
@@ -201,8 +198,11 @@ def converted(source: Path, source_digest: str, cache_dir: Path) -> dict[str, to
     state = read_cached(source_digest, cache_dir)
     if state is not None:
         return state
-    state = read_state(source) if source_digest == TORCH_FIDELITY else read_torchscript(source)
-    state = {name: tensor.clone() for name, tensor in state.items()}
+    if source_digest == TORCH_FIDELITY:
+        stored = torch.load(source, map_location="cpu", weights_only=True)
+        state = {name: stored[name].clone() for name in names_of_weights(with_logits=True)}
+    else:
+        state = {name: tensor.clone() for name, tensor in read_torchscript(source).items()}
     path = _path_in_cache(source_digest, cache_dir)
     with user_errors(f"--cache_dir {cache_dir}: the network's weights cannot be kept there", OSError):
         save_safetensors(state, path, {"sha256": digest_of(state), "source": NAMES[source_digest]})
@@ -213,9 +213,9 @@ def converted(source: Path, source_digest: str, cache_dir: Path) -> dict[str, to
 def read_cached(source_digest: str, cache_dir: Path) -> dict[str, torch.Tensor] | None:
     """Return the weights that were read from this file before, if they are in the cache and whole."""
     path = _path_in_cache(source_digest, cache_dir)
-    with contextlib.suppress(OSError, SafetensorError, KeyError, TypeError), safe_open(path, "pt") as file:
-        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
-        if file.metadata()["sha256"] == digest_of(state):
+    with contextlib.suppress(OSError):
+        state, metadata = load_safetensors(path)
+        if metadata.get("sha256") == digest_of(state):
             return state
         logger.warning("%s is damaged and is not used", path)
     return None
@@ -223,12 +223,6 @@ def read_cached(source_digest: str, cache_dir: Path) -> dict[str, torch.Tensor] 
 
 def _path_in_cache(source_digest: str, cache_dir: Path) -> Path:
     return cache_dir / f"inception-{source_digest[:16]}.safetensors"
-
-
-def read_state(source: Path) -> dict[str, torch.Tensor]:
-    """Read the weights out of torch-fidelity's file."""
-    stored = torch.load(source, map_location="cpu", weights_only=True)
-    return {name: stored[name] for name in names_of_weights(with_logits=True)}
 
 
 def read_torchscript(source: Path) -> dict[str, torch.Tensor]:

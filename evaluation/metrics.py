@@ -12,6 +12,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from evaluation.statistics import Statistics
 
 PUBLISHED_MODE = "legacy_tensorflow"  # how Inception sees the images behind published numbers; columns leave it out
+SPREAD = "_std@"  # in columns with the standard deviation of a metric
 SCORE_SPLITS = 10
 KERNEL_SUBSETS, KERNEL_SUBSET_SIZE = 100, 1000
 PRECISION_NEIGHBOURS, COVERAGE_NEIGHBOURS = 3, 5
@@ -156,28 +158,13 @@ def _rows_at_once(features: torch.Tensor) -> int:
     return max(1, DISTANCES_AT_ONCE // len(features))
 
 
-@dataclass
-class FeaturePair:
-    """What one network makes of the generated and of the real images: all that a metric is computed from."""
-
-    generated: Features
-    reference: Statistics
-    device: torch.device  # where images are compared with one another
-
-    @functools.cached_property
-    def neighbours(self) -> dict[str, float]:
-        """Compute the four metrics that share a search for neighbours."""
-        generated = Neighbourhoods.of(self.generated.features, self.device)
-        return compare_neighbourhoods(generated, self.reference.neighbourhoods(len(generated.features), self.device))
-
-
 @dataclass(frozen=True)
 class Metric:
     """A number in the tables: what its columns are called, which direction is better, how it is computed and drawn."""
 
     name: str  # the first word of its columns
-    compute: Callable[[FeaturePair], float | tuple[float, float]] | None = None  # perhaps with a standard deviation
-    needs: Literal["moments", "spatial", "features", "logits"] | None = None
+    needs: str | None = None  # what `compute` is given, a key of the inputs in `measure`
+    compute: Callable[..., float | tuple[float, float]] | None = None  # perhaps with a standard deviation
     networks: Literal["inception", "others", "all"] = "all"  # for "inception" alone, columns do not name the network
     label: str = ""  # in plots
     lower_is_better: bool = False
@@ -186,49 +173,37 @@ class Metric:
 
     def column(self, network: FeatureNetwork, count: int) -> str:
         """Return a name that says all that makes numbers comparable: `fid@10000`, `kid_clean@10000`, `fd_clip@500`."""
-        is_inception = network.name == "inception"
         network_name = "" if self.networks == "inception" else f"_{network.name}"
-        mode = f"_{network.mode}" if is_inception and network.mode != PUBLISHED_MODE else ""
-        return f"{self.name}{network_name}{mode}@{count}"
-
-
-def _frechet(pair: FeaturePair) -> float:
-    return frechet_distance(pair.generated.moments, pair.reference.moments)
-
-
-def _kernel(pair: FeaturePair) -> tuple[float, float]:
-    return kernel_distance(pair.generated.features, pair.reference.features)
+        has_mode = network.name == "inception" and network.mode != PUBLISHED_MODE
+        return f"{self.name}{network_name}{f'_{network.mode}' if has_mode else ''}@{count}"
 
 
 STEPS, FIRST_STEPS, SECONDS = "TrainingSteps", "TrainingSteps_First25", "TrainingSeconds"
-_OF_INCEPTION = {"networks": "inception", "lower_is_better": True}
-_OF_OTHERS = {"networks": "others", "lower_is_better": True}  # without the I of FID and KID, which is Inception's
+_FRECHET = {"compute": frechet_distance, "lower_is_better": True}
+_KERNEL = {"compute": kernel_distance, "lower_is_better": True}
 
-FID = Metric("fid", _frechet, "moments", label="FID", curves=(STEPS, FIRST_STEPS, SECONDS), **_OF_INCEPTION)
-FD = Metric("fd", _frechet, "moments", label="Fréchet distance", curves=(STEPS, FIRST_STEPS, SECONDS), **_OF_OTHERS)
-INCEPTION_SCORE = Metric(
-    *("is", lambda pair: inception_score(pair.generated.logits), "logits", "inception", "Inception Score"),
-    curves=(STEPS, FIRST_STEPS),
+FID = Metric("fid", "moments", networks="inception", label="FID", curves=(STEPS, FIRST_STEPS, SECONDS), **_FRECHET)
+# The I of FID and KID is Inception's.
+FD = Metric(
+    "fd", "moments", networks="others", label="Fréchet distance", curves=(STEPS, FIRST_STEPS, SECONDS), **_FRECHET
 )
+INCEPTION_SCORE = Metric("is", "logits", inception_score, "inception", "Inception Score", curves=(STEPS, FIRST_STEPS))
 # These two are found by evaluation/condition_accuracy.py.
 AS_ASKED = Metric("as_asked", label="share as asked")
 CLASSIFIER_ACCURACY = Metric("classifier_accuracy", of_samples=False)
 
 METRICS = (
     FID,
-    Metric(
-        *("sfid", lambda pair: frechet_distance(pair.generated.spatial, pair.reference.spatial), "spatial"),
-        **_OF_INCEPTION,
-    ),
-    Metric("kid", _kernel, "features", label="KID", curves=(STEPS,), **_OF_INCEPTION),
+    Metric("sfid", "spatial", networks="inception", **_FRECHET),
+    Metric("kid", "features", networks="inception", label="KID", curves=(STEPS,), **_KERNEL),
     INCEPTION_SCORE,
     FD,
-    Metric("kd", _kernel, "features", **_OF_OTHERS),
+    Metric("kd", "features", networks="others", **_KERNEL),
     # Their authors measured these on VGG16, so that with Inception too the columns name the network.
-    Metric("precision", lambda pair: pair.neighbours["precision"], "features"),
-    Metric("recall", lambda pair: pair.neighbours["recall"], "features"),
-    Metric("density", lambda pair: pair.neighbours["density"], "features"),
-    Metric("coverage", lambda pair: pair.neighbours["coverage"], "features"),
+    Metric("precision", "neighbours", itemgetter("precision")),
+    Metric("recall", "neighbours", itemgetter("recall")),
+    Metric("density", "neighbours", itemgetter("density")),
+    Metric("coverage", "neighbours", itemgetter("coverage")),
     AS_ASKED,
     CLASSIFIER_ACCURACY,
 )
@@ -239,35 +214,30 @@ def metric_of(column: str) -> Metric:
     return next((metric for metric in METRICS if re.match(f"{metric.name}[_@]", column)), Metric(column))
 
 
-def spread_column(column: str) -> str:
-    """Return the name of the column with a metric's standard deviation."""
-    return column.replace("@", "_std@")
-
-
-def is_spread(column: str) -> bool:
-    """Return whether a column holds standard deviations."""
-    return "_std@" in column
-
-
 def metrics_of(network: FeatureNetwork, reference: Statistics) -> list[Metric]:
     """Return the metrics that can be computed from this network's features and what is kept of the reference."""
-    available = {
-        "moments": True,
-        "spatial": reference.spatial is not None,
-        "features": reference.features is not None,
-        "logits": network.has_logits,
-    }
+    available = ["moments"] + ["spatial"] * (reference.spatial is not None) + ["logits"] * network.has_logits
+    available += ["features", "neighbours"] * (reference.features is not None)
     networks = ("all", "inception" if network.name == "inception" else "others")
-    return [metric for metric in METRICS if available.get(metric.needs) and metric.networks in networks]
+    return [metric for metric in METRICS if metric.needs in available and metric.networks in networks]
 
 
-def measure(network: FeatureNetwork, pair: FeaturePair) -> dict[str, float]:
+def measure(
+    network: FeatureNetwork, generated: Features, reference: Statistics, device: torch.device
+) -> dict[str, float]:
     """Compute every metric that can be, under the names of the table's columns."""
+    inputs = {
+        "moments": (generated.moments, reference.moments),
+        "spatial": (generated.spatial, reference.spatial),
+        "features": (generated.features, reference.features),
+        "logits": (generated.logits,),
+    }
+    if reference.features is not None:
+        neighbours = Neighbourhoods.of(generated.features, device), reference.neighbourhoods(generated.count, device)
+        inputs["neighbours"] = (compare_neighbourhoods(*neighbours),)
     numbers: dict[str, float] = {}
-    for metric in metrics_of(network, pair.reference):
-        column, value = metric.column(network, pair.generated.count), metric.compute(pair)
-        if isinstance(value, tuple):
-            numbers[column], numbers[spread_column(column)] = value
-        else:
-            numbers[column] = value
+    for metric in metrics_of(network, reference):
+        column, value = metric.column(network, generated.count), metric.compute(*inputs[metric.needs])
+        values = value if isinstance(value, tuple) else (value,)
+        numbers |= zip((column, column.replace("@", SPREAD)), values, strict=False)
     return numbers

@@ -48,6 +48,10 @@ class FeatureNetwork:
         """Return the precision as it is filed with statistics."""
         return str(self.precision).removeprefix("torch.")
 
+    def resized(self, image: np.ndarray) -> torch.Tensor:
+        """Return an image, uint8 [height, width, 3], as `compute` takes it: [3, height, width]."""
+        return torch.from_numpy(image if self.resize is None else self.resize(image)).permute(2, 0, 1)
+
     def compute(self, images: torch.Tensor, precision: torch.dtype | None = None) -> Outputs:
         """Return features of images [n, 3, height, width] with values of 0..255, in float32."""
         precision = precision or self.precision
@@ -119,16 +123,10 @@ def bicubic_resizer(size: int) -> Callable[[np.ndarray], np.ndarray]:
     return make_resizer("PIL", quantize_after=False, filter="bicubic", output_size=(size, size))
 
 
-class Normalise(nn.Module):
-    """The way from values of 0..255 to those that a network was trained on."""
-
-    def __init__(self, mean: Sequence[float], deviation: Sequence[float]):
-        super().__init__()
-        self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1))
-        self.register_buffer("deviation", torch.tensor(deviation).view(1, 3, 1, 1))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return (images / 255 - self.mean) / self.deviation
+def normaliser(mean: Sequence[float], deviation: Sequence[float], device: torch.device) -> Callable:
+    """Return a function from values of 0..255 to those that a network was trained on."""
+    mean, deviation = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (mean, deviation))
+    return lambda images: (images / 255 - mean) / deviation
 
 
 class VisionModel(nn.Module):
@@ -169,7 +167,7 @@ def transformers_network(features: str, device: torch.device) -> FeatureNetwork:
         digest=digest_of(model.state_dict()),
         network=VisionModel(model).to(device),
         resize=bicubic_resizer(size),
-        scale=Normalise(processor.image_mean, processor.image_std).to(device),
+        scale=normaliser(processor.image_mean, processor.image_std, device),
     )
 
 
@@ -195,7 +193,7 @@ def vgg16_network(path: Path, device: torch.device) -> FeatureNetwork:
         network.model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True), assign=True)
     except Exception as error:  # of whatever kind a file that is no state causes
         raise UserError(f"--features {path}: not the state of torchvision's VGG16") from error
-    normalise = Normalise(IMAGENET_MEAN, IMAGENET_DEVIATION).to(device)
+    normalise = normaliser(IMAGENET_MEAN, IMAGENET_DEVIATION, device)
     return FeatureNetwork(
         name="vgg16",
         mode=f"tensorflow-{VGG16_SIZE}",

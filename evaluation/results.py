@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.files import write_atomically
-from evaluation.metrics import METRICS, Metric, is_spread, metric_of, spread_column
+from evaluation.metrics import METRICS, SPREAD, Metric, metric_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def comparable_rows(
     rows: list[Row], metrics: Collection[Metric], method: Sequence[str] = METHOD
 ) -> dict[tuple, list[Row]]:
     """Group the rows that have a number of one of the metrics and were measured alike, by `(column, *method)`."""
-    columns = [name for name in metric_columns(rows) if metric_of(name) in metrics and not is_spread(name)]
+    columns = [name for name in metric_columns(rows) if metric_of(name) in metrics and SPREAD not in name]
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         for column in columns:
@@ -152,8 +152,8 @@ def describe_result(measured: Measured, metrics: dict[str, float]) -> str:
     lines = [", ".join([*what, f"{measured.num_images} images"]), f"against {measured.reference}"]
     width = max(map(len, metrics))
     for column, value in metrics.items():
-        if not is_spread(column):
-            spread = metrics.get(spread_column(column))
+        if SPREAD not in column:
+            spread = metrics.get(column.replace("@", SPREAD))
             text = f"{value:.5g}" + ("" if spread is None else f" +- {spread:.3g}")
             direction = "lower" if metric_of(column).lower_is_better else "higher"
             lines.append(f"  {column.ljust(width)}  {text.ljust(20)} {direction} is better")
@@ -165,7 +165,7 @@ def describe_rows(rows: list[Row], count: int) -> str:
     columns = [
         column
         for column in metric_columns(rows)
-        if (column.endswith(f"@{count}") and not is_spread(column)) or not metric_of(column).of_samples
+        if (column.endswith(f"@{count}") and SPREAD not in column) or not metric_of(column).of_samples
     ]
     shown = [{**row, "guidance": guidance_scale_of(row)} for row in rows if row["num_images"] == count]
     guidance = ["guidance"] if any(row["guidance"] is not None for row in shown) else []

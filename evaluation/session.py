@@ -21,11 +21,12 @@ from evaluation.condition_accuracy import (
 )
 from evaluation.curves import draw_guidance, draw_run
 from evaluation.evaluate_options import FEWEST_IMAGES
-from evaluation.features import FeatureExtractor
-from evaluation.image_sets import EncodedImages, open_images
-from evaluation.metrics import FeaturePair, measure, metrics_of
+from evaluation.features import FeatureExtractor, Features
+from evaluation.image_sets import EncodedImages, ImageSet, open_images
+from evaluation.metrics import measure, metrics_of
 from evaluation.results import (
     RESULTS,
+    Measured,
     add_result,
     describe_result,
     describe_rows,
@@ -35,23 +36,19 @@ from evaluation.results import (
     remove_replaced,
 )
 from evaluation.samples import Samples, describe_images, models_of, training_images
-from evaluation.statistics import named_statistics, reference_statistics, save_statistics
+from evaluation.statistics import Statistics, named_statistics, reference_statistics, save_statistics
 from generation.collection import RECORD
 from generation.engine import Job
 from generation.generate_options import ConditionOptions, build_method
 from image_data.sources import load_images, spread
 from run_folder.folder import RunFolder
 from run_folder.publish import update_evaluation
+from run_folder.saved_model import SavedModel
 
 if TYPE_CHECKING:
     from common.processes import Processes
     from evaluation.evaluate_options import EvaluationOptions
-    from evaluation.features import Features
-    from evaluation.image_sets import ImageSet
     from evaluation.networks import FeatureNetwork
-    from evaluation.results import Measured
-    from evaluation.statistics import Statistics
-    from run_folder.saved_model import SavedModel
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +76,7 @@ class Session:
         self.has_score = networks[0].name != "inception" or networks[0].has_logits
         if not self.has_score:
             logger.info(
-                "No Inception Score: the Inception network found here has no last layer. inception-2015-12-05.pt has "
+                "No Inception Score: the network found here has no last layer; inception-2015-12-05.pt has one "
                 "(--inception_weights)"
             )
 
@@ -257,7 +254,7 @@ class Session:
         """Add all metrics to those that are known, print them and put them into the tables."""
         networks, reference = self.extractor.networks, self.reference
         for network, features, statistics in zip(networks, extracted, reference, strict=True):
-            metrics |= measure(network, FeaturePair(features, statistics, self.processes.device))
+            metrics |= measure(network, features, statistics, self.processes.device)
         classes = []
         if self.accuracy and self.is_reference_labelled:
             classes = self.accuracy.measure_classes(networks[0], extracted[0], reference[0])

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from common.errors import UserError, user_errors
-from common.files import save_safetensors
+from common.files import load_safetensors, save_safetensors
 from evaluation.metrics import Moments, Neighbourhoods
 from image_data.sources import spread
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+UNREADABLE = (OSError, KeyError, TypeError, ValueError)  # of a damaged file, or one of another program
 MOST_FEATURES_KEPT = 50_000  # evenly spread; mean and covariance are of all images
 
 
@@ -89,7 +89,7 @@ def reference_statistics(
     processes = extractor.processes
     wanted = [identity_of(images, network) for network in extractor.networks]
     found = [_from_cache(identity, cache_dir) for identity in wanted] if processes.is_main else []
-    # The main process has looked: a file may come or go in between.
+    # Only the main process looks: a file may come or go in between.
     missing = processes.broadcast([number for number, one in enumerate(found) if one is None])
     if missing:
         extractor.prepare(len(images), images.size, later)
@@ -140,9 +140,8 @@ def save_statistics(statistics: Statistics, path: Path) -> None:
 
 def load_statistics(path: Path) -> Statistics:
     """Read statistics that `save_statistics` wrote."""
-    with safe_open(path, "pt") as file:
-        identity = Identity(**json.loads(file.metadata()["identity"]))
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
+    tensors, metadata = load_safetensors(path)
+    identity = Identity(**json.loads(metadata["identity"]))
     spatial = Moments(tensors["spatial_mean"], tensors["spatial_covariance"]) if "spatial_mean" in tensors else None
     return Statistics(identity, Moments(tensors["mean"], tensors["covariance"]), spatial, tensors.get("features"))
 
@@ -152,12 +151,9 @@ def named_statistics(name: str, mode: str | None, network: FeatureNetwork, size:
     path = Path(name).expanduser()
     if path.suffix == ".npz":
         return _of_npz(path, mode, network, size)
-    try:
+    failure = f"--statistics {name}: neither a file that --save_statistics wrote nor an .npz with mu and sigma"
+    with user_errors(failure, *UNREADABLE):
         statistics = load_statistics(path)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"--statistics {name}: neither a file that --save_statistics wrote nor an .npz with mu and sigma"
-        ) from error
     identity = statistics.identity
     differing = [
         f"{what} {theirs} instead of {ours}"
@@ -176,7 +172,7 @@ def named_statistics(name: str, mode: str | None, network: FeatureNetwork, size:
 
 
 def _of_npz(path: Path, mode: str | None, network: FeatureNetwork, size: tuple[int, int]) -> Statistics:
-    """Read mu and sigma as pytorch-fid and clean-fid save them, without a word about what they are of."""
+    """Read mu and sigma as pytorch-fid and clean-fid save them, who do not write down what they are of."""
     if mode is None:
         raise UserError(
             f"--statistics {path}: an .npz does not say how its images were resized; say it with --statistics_mode"
@@ -202,7 +198,7 @@ def _path_in_cache(identity: Identity, cache_dir: Path) -> Path:
 
 def _from_cache(identity: Identity, cache_dir: Path) -> Statistics | None:
     path = _path_in_cache(identity, cache_dir)
-    with contextlib.suppress(OSError, SafetensorError, KeyError, TypeError, ValueError):
+    with contextlib.suppress(*UNREADABLE):
         statistics = load_statistics(path)
         if statistics.identity == identity:
             logger.info("The reference's statistics (%s) are in %s", identity.mode, path)
