@@ -157,7 +157,7 @@ def format_audit(rows: list[Row]) -> str:
 # The start of the log and its end.
 
 
-def log_banner(run: Run) -> None:
+def announce(run: Run) -> None:
     """Log the lines of the diffusers examples, then what this run does differently from the paper."""
     config, sizes, total_steps, ema = run.config, run.sizes, run.total_steps, run.state.update.ema
     logger.info("***** Running training *****")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from run_folder.folder import QUARTERS
+
 if TYPE_CHECKING:
     from common.processes import Processes
     from training.update import Update
-
-QUARTERS = 4  # of the timesteps, whose losses are told apart
 
 # Where the sums are: of losses and images by quarter of t, of weights and their squares, then one each.
 LOSSES, COUNTS, WEIGHTS = slice(0, QUARTERS), slice(QUARTERS, 2 * QUARTERS), slice(2 * QUARTERS, 2 * QUARTERS + 2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -27,7 +28,7 @@ from run_folder.folder import check_disk, check_output_dir, open_run
 from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from schedulers.loss import DiffusionLoss, build_loss
-from training.audit import log_banner, log_end
+from training.audit import announce, log_end
 from training.loop import train
 from training.metrics import Window
 from training.milestones import Milestones
@@ -92,7 +93,7 @@ class TrainingState:
 
 @dataclass
 class Run:
-    """What is put together before the first step; `execute` adds the last four."""
+    """What is put together before the first step; `opened` adds the last four."""
 
     config: TrainingConfig  # nothing in it is open any more
     processes: Processes
@@ -177,26 +178,32 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
 
 def execute(run: Run) -> None:
     """Announce a run, train it or go on with it, and make its folder a pipeline with a card."""
-    config, processes, state = run.config, run.processes, run.state
-    check_disk(config, state.unet.num_parameters())
-    log_banner(run)
-    if config.dry_run:
+    check_disk(run.config, run.state.unet.num_parameters())
+    announce(run)
+    if run.config.dry_run:
         return
-    with interruption.deferred():  # from here on, to be stopped means to save first
-        checkpoint = open_run(config, processes)
-        if checkpoint is not None:
-            load_checkpoint(state, checkpoint, same_run=config.resume_from_checkpoint == "latest")
-        if processes.is_main:
-            save_config(config, Path(config.output_dir) / "config.yaml")
-            run.condition.write_parts(Path(config.output_dir))
-        run.over = run.is_over()
-        run.network = processes.accelerator.prepare(state.unet)
-        with Tracking(run) as run.tracking, processes.reporting_dead_peers():
-            run.milestones = Milestones(run, CheckpointWriter(config, checkpoint))
-            train(run)
-        log_end(run)
+    with interruption.deferred(), opened(run):  # from here on, to be stopped means to save first
+        train(run)
 
     # The card, and the Hub if asked, which the other processes need not wait for.
-    processes.finish()
+    run.processes.finish()
+    if run.processes.is_main:
+        publish(run.config, run.state)
+
+
+@contextmanager
+def opened(run: Run) -> Iterator[None]:
+    """Make the run's folder, or go on with the run that is in it, and have in here all that training needs."""
+    config, processes, state = run.config, run.processes, run.state
+    checkpoint = open_run(config, processes)
+    if checkpoint is not None:
+        load_checkpoint(state, checkpoint, same_run=config.resume_from_checkpoint == "latest")
     if processes.is_main:
-        publish(config, state)
+        save_config(config, Path(config.output_dir) / "config.yaml")
+        run.condition.write_parts(Path(config.output_dir))
+    run.over = run.is_over()
+    run.network = processes.accelerator.prepare(state.unet)
+    with Tracking(run) as run.tracking, processes.reporting_dead_peers():
+        run.milestones = Milestones(run, CheckpointWriter(config, checkpoint))
+        yield
+    log_end(run)

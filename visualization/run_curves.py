@@ -17,10 +17,9 @@ from common.plots import drawing, legend_beside
 from run_folder.checkpoint_files import describe
 from run_folder.checkpoints import checkpoints, step_of
 from run_folder.config import TrainingConfig
-from run_folder.folder import METRICS_FILE
+from run_folder.folder import METRICS_FILE, QUARTERS
 from schedulers.ddpm import build_scheduler
 from schedulers.loss import build_sampler, sampler_state
-from training.metrics import QUARTERS
 
 EFFECTIVE_SAMPLE_SIZE = "weight_ess"
 MOST_CURVES = 8
