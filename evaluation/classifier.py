@@ -51,7 +51,11 @@ def load_classifier(images: torch.Tensor, labels: torch.Tensor, cache_dir: Path,
     path = cache_dir / f"classifier-{digest.hexdigest()}.safetensors"
     held_out = hold_out(labels)
     network = build_network(images.shape[1], images.shape[2], int(labels.max()) + 1)
-    if not load_weights(network, path):
+    try:
+        network.load_state_dict(load_safetensors(path)[0])
+    except (OSError, RuntimeError) as error:
+        if path.exists():
+            logger.warning("%s is damaged and is made again (%s)", path, first_line(error))
         make_folder(path.parent)  # the training can take minutes
         train(network.to(device), images[~held_out], labels[~held_out])
         with user_errors(f"--cache_dir {cache_dir}: the classifier cannot be kept there", OSError):
@@ -61,17 +65,6 @@ def load_classifier(images: torch.Tensor, labels: torch.Tensor, cache_dir: Path,
     percent = 100 * classifier.accuracy
     logger.info("The classifier recognises %.1f %% of %d real images it has not seen", percent, classifier.num_held_out)
     return classifier
-
-
-def load_weights(network: nn.Module, path: Path) -> bool:
-    """Load the weights from the cache; return whether they are there and whole."""
-    try:
-        network.load_state_dict(load_safetensors(path)[0])
-        return True
-    except (OSError, RuntimeError) as error:
-        if path.exists():
-            logger.warning("%s is damaged and is made again (%s)", path, first_line(error))
-        return False
 
 
 def hold_out(labels: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from evaluation.results import METHOD, RESULTS, Row, as_csv, as_text, comparable
 logger = logging.getLogger(__name__)
 
 LEVELS = 5
-# Data have other fingerprints on other machines: that is said, not refused.
+# Data have other fingerprints on other machines: that is a warning, not an error.
 COMPARED = tuple(part for part in METHOD if part != "reference_fingerprint")
 
 

@@ -13,7 +13,6 @@ import torch
 
 from common.errors import UserError
 from common.files import write_atomically
-from conditions.guidance import read_condition
 from evaluation.classifier import Classifier, load_classifier
 from evaluation.image_sets import Batch, EncodedImages, batches_of
 from evaluation.metrics import AS_ASKED, CLASSIFIER_ACCURACY, FD, FID, Moments, frechet_distance
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from evaluation.features import Features
     from evaluation.networks import FeatureNetwork
     from run_folder.config import ConditionalConfig
-    from run_folder.saved_model import SavedModel
 
 logger = logging.getLogger(__name__)
 
@@ -164,13 +162,6 @@ def in_proportion(sizes: torch.Tensor, count: int) -> torch.Tensor:
     most = int((count + len(sizes) / 2) * sizes.max() / sizes.sum()) + 2  # of one class, at the most
     turns = (torch.arange(most, dtype=torch.float64)[:, None] + 0.5) / sizes
     return turns.flatten().argsort(stable=True)[:count] % len(sizes)
-
-
-def check_guidance(model: SavedModel, scales: list[float]) -> None:
-    """Raise for guidance of a model that was trained without a condition."""
-    if read_condition(model) is None and scales != [1.0]:
-        shown = " ".join(f"{scale:g}" for scale in scales)
-        raise UserError(f"--guidance_scales {shown}: {model.name} was trained without a condition")
 
 
 def add_classes(output_dir: Path, measured: Measured, classes: list[dict[str, object]]) -> None:

@@ -26,7 +26,7 @@ from run_folder.saved_model import SavedModel, find_models, output_folder
 
 if TYPE_CHECKING:
     from common.processes import Processes
-    from evaluation.image_sets import Batch, ImageSet
+    from evaluation.image_sets import Batch
     from evaluation.statistics import Identity
     from generation.engine import Job
     from run_folder.config import TrainingConfig
@@ -77,14 +77,8 @@ def training_images(config: TrainingConfig, split: str, cache_dir: str | None, n
     return images.without_bad(num_workers) if config.on_bad_image == "skip" else images
 
 
-def describe_images(path: str, images: ImageSet, num_images: int, reference: Identity, precision: str) -> Measured:
-    """Return what is known of a set of images; of a folder of generate.py's that is much."""
-    record = read_record(Path(path).expanduser())
-    known = {"name": Path(path).name if record else images.name, **(record or {}), "sha256": images.fingerprint}
-    return _describe(known, num_images, reference, precision)
-
-
-def _describe(known: dict[str, Any], num_images: int, reference: Identity, precision: str) -> Measured:
+def describe_measured(known: dict[str, Any], num_images: int, reference: Identity, precision: str) -> Measured:
+    """Return what is measured, by what is known of a model and its sampler, or of a set of images."""
     settings = [f"{name}={known[name]}" for name in METHOD_SETTINGS if known.get(name) is not None]
     return Measured(
         step=known.get("step"),
@@ -116,7 +110,7 @@ class Samples:
         """Return what is known of the images."""
         model = self.job.model
         known = {name: getattr(model, name) for name in ("step", "train_seconds", "weights", "name", "sha256")}
-        return _describe(known | self.settings, self.count, reference, self.precision)
+        return describe_measured(known | self.settings, self.count, reference, self.precision)
 
     def find_kept(self) -> Path | None:
         """Return the folder in which generate.py or an evaluation kept these images, if there are enough."""

@@ -1,4 +1,4 @@
-"""One call of evaluate.py: find the images and the reference, measure, write the results."""
+"""The course of an evaluation: find the images and the reference, measure, write the results."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from common import interruption
 from common.errors import UserError
 from common.machine import default_num_workers
 from conditions.guidance import ALL, NoCondition, conditions_at, read_condition
-from evaluation.condition_accuracy import (
-    ConditionAccuracy,
-    add_classes,
-    check_guidance,
-    describe_classes,
-    request_conditions,
-)
+from evaluation.condition_accuracy import ConditionAccuracy, add_classes, describe_classes, request_conditions
 from evaluation.curves import draw_guidance, draw_run
 from evaluation.evaluate_options import FEWEST_IMAGES
 from evaluation.features import FeatureExtractor, Features
@@ -35,9 +29,9 @@ from evaluation.results import (
     read_results,
     remove_replaced,
 )
-from evaluation.samples import Samples, describe_images, models_of, training_images
+from evaluation.samples import Samples, describe_measured, models_of, training_images
 from evaluation.statistics import Statistics, named_statistics, reference_statistics, save_statistics
-from generation.collection import RECORD
+from generation.collection import read_record
 from generation.engine import Job
 from generation.generate_options import ConditionOptions, build_method
 from image_data.sources import load_images, spread
@@ -56,7 +50,7 @@ DEFAULT_IMAGES = 10_000
 
 
 class Session:
-    """What is measured with what. All processes share the work; the main one computes the metrics and writes."""
+    """One call of evaluate.py. All processes share the work; the main one computes the metrics and writes."""
 
     def __init__(
         self, options: EvaluationOptions, networks: list[FeatureNetwork], cache_dir: Path, processes: Processes
@@ -93,18 +87,17 @@ class Session:
             raise UserError(f"--num_images {count}: there are only {len(images)} images in {options.generated}")
         if count < FEWEST_IMAGES:
             raise UserError(f"--generated {options.generated}: {count} images, at least {FEWEST_IMAGES} are needed")
+        path = Path(options.generated).expanduser()
+        record = read_record(path)  # of a folder of generate.py's
         self._load_reference(images.size, images.is_grey(), later=count)
-        measured = None
-        if self.processes.is_main:
-            identity = self.reference[0].identity
-            measured = describe_images(options.generated, images, count, identity, options.mixed_precision)
         self.extractor.prepare(count, images.size)
         # generate.py's are in the order of their seeds; of others the first by name may all be of one kind.
-        is_ours = (Path(options.generated).expanduser() / RECORD).is_file()
-        chosen = torch.arange(count) if is_ours else torch.as_tensor(spread(len(images), count))
+        chosen = torch.as_tensor(range(count) if record else spread(len(images), count))
         features = self.extractor.extract(self.extractor.batches(images, chosen), count, images.name)
         if self.processes.is_main:
-            self._report(measured, features, {})
+            known = {**(record or {}), "name": path.name if record else images.name, "sha256": images.fingerprint}
+            identity = self.reference[0].identity
+            self._report(describe_measured(known, count, identity, options.mixed_precision), features, {})
         self.processes.barrier()
 
     def measure_run(self) -> None:
@@ -114,7 +107,9 @@ class Session:
         models = processes.broadcast(models)
         methods = [build_method(options, model) for model in models]
         for model in models:
-            check_guidance(model, options.guidance_scales)
+            if read_condition(model) is None and options.guidance_scales != [1.0]:
+                scales = " ".join(f"{scale:g}" for scale in options.guidance_scales)
+                raise UserError(f"--guidance_scales {scales}: {model.name} was trained without a condition")
         count = DEFAULT_IMAGES if options.num_images is None else options.num_images
         channels, *size = models[0].shape
         self._load_reference(tuple(size), channels == 1, later=count * len(models) * len(options.guidance_scales))

@@ -20,7 +20,7 @@ from evaluation.metrics import Moments, Neighbourhoods
 from image_data.sources import spread
 
 if TYPE_CHECKING:
-    from evaluation.features import FeatureExtractor, Features
+    from evaluation.features import FeatureExtractor
     from evaluation.image_sets import ImageSet
     from evaluation.networks import FeatureNetwork
 
@@ -98,7 +98,8 @@ def reference_statistics(
         computed = some.extract(batches, len(images), f"Reference {images.name}")
         if processes.is_main:
             for number, features in zip(missing, computed, strict=True):
-                found[number] = statistics_of(features, wanted[number])
+                kept = features.features[torch.as_tensor(spread(features.count, MOST_FEATURES_KEPT))]
+                found[number] = Statistics(wanted[number], features.moments, features.spatial, kept)
                 save_statistics(found[number], _path_in_cache(wanted[number], cache_dir))
     return found
 
@@ -119,12 +120,6 @@ def identity_of(images: ImageSet, network: FeatureNetwork) -> Identity:
         network_sha256=network.digest,
         precision=network.precision_name,
     )
-
-
-def statistics_of(features: Features, identity: Identity) -> Statistics:
-    """Return what is kept of the features."""
-    kept = torch.as_tensor(spread(features.count, MOST_FEATURES_KEPT))
-    return Statistics(identity, features.moments, features.spatial, features.features[kept])
 
 
 def save_statistics(statistics: Statistics, path: Path) -> None:

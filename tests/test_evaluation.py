@@ -306,8 +306,8 @@ class TestStatistics:
         counted = []
         from evaluation import statistics
 
-        original = statistics.statistics_of
-        monkeypatch.setattr(statistics, "statistics_of", lambda *given: counted.append(1) or original(*given))
+        original = statistics.save_statistics
+        monkeypatch.setattr(statistics, "save_statistics", lambda *given: counted.append(1) or original(*given))
         assert metrics_in(measure(evaluate, generated, real, tmp_path / "second")) == first
         assert counted == []
         Image.fromarray(draw_images(1, seed=9)[0]).save(real / "000003.bmp")
