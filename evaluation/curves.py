@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from matplotlib.ticker import ScalarFormatter
 
 from common.plots import NOTE, drawing
 from evaluation.metrics import AS_ASKED, FD, FID, FIRST_STEPS, INCEPTION_SCORE, METRICS, SECONDS, Metric
-from evaluation.results import METHOD, comparable_rows, guidance_scale_of
-
-if TYPE_CHECKING:
-    from evaluation.results import Row
+from evaluation.results import METHOD, Row, comparable_rows, guidance_scale_of
 
 FIRST = 25
 LOGARITHMIC_RATIO = 5  # a distance that falls by so much is drawn on a logarithmic axis

@@ -16,12 +16,11 @@ import torch
 from common.errors import UserError, first_line
 from common.machine import PendingCopy, to_device, usable_cores
 from common.progress import progress_bar
-from evaluation.image_sets import batches_of
+from evaluation.image_sets import Batch, ImageSet, batches_of
 from evaluation.metrics import Moments
 
 if TYPE_CHECKING:
     from common.processes import Processes
-    from evaluation.image_sets import Batch, ImageSet
     from evaluation.networks import FeatureNetwork
 
 logger = logging.getLogger(__name__)

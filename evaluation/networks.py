@@ -58,6 +58,7 @@ class FeatureNetwork:
         inputs = self.scale(images.float()).contiguous(memory_format=torch.channels_last)
         with torch.autocast(images.device.type, precision, enabled=precision != torch.float32):
             outputs = self.network(inputs)
+        outputs = outputs if isinstance(outputs, dict) else {"features": outputs}
         return {name: output.float() for name, output in outputs.items()}
 
 
@@ -136,12 +137,12 @@ class VisionModel(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, images: torch.Tensor) -> Outputs:
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
         outputs = self.model(pixel_values=images)
         if "image_embeds" in outputs:
-            return {"features": outputs.image_embeds}
+            return outputs.image_embeds
         pooled = outputs.get("pooler_output")
-        return {"features": (outputs.last_hidden_state[:, 0] if pooled is None else pooled).flatten(1)}
+        return (outputs.last_hidden_state[:, 0] if pooled is None else pooled).flatten(1)
 
 
 def transformers_network(features: str, device: torch.device) -> FeatureNetwork:
@@ -171,28 +172,18 @@ def transformers_network(features: str, device: torch.device) -> FeatureNetwork:
     )
 
 
-class VGG16(nn.Module):
-    """VGG16 up to its second fully connected layer and ReLU, where precision and recall were first measured."""
-
-    def __init__(self):
-        from torchvision.models import vgg16
-
-        super().__init__()
-        self.model = vgg16()
-
-    def forward(self, images: torch.Tensor) -> Outputs:
-        pooled = self.model.avgpool(self.model.features(images)).flatten(1)
-        return {"features": self.model.classifier[:5](pooled)}
-
-
 def vgg16_network(path: Path, device: torch.device) -> FeatureNetwork:
     """Load torchvision's VGG16 with the weights of a file, to be fed as torch-fidelity feeds it."""
+    from torchvision.models import vgg16
+
     with torch.device("meta"):
-        network = VGG16()
+        model = vgg16()
     try:
-        network.model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True), assign=True)
+        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True), assign=True)
     except Exception as error:  # of whatever kind a file that is no state causes
         raise UserError(f"--features {path}: not the state of torchvision's VGG16") from error
+    # To the second fully connected layer and its ReLU, where precision and recall were first measured.
+    network = nn.Sequential(model.features, model.avgpool, nn.Flatten(), model.classifier[:5])
     normalise = normaliser(IMAGENET_MEAN, IMAGENET_DEVIATION, device)
     return FeatureNetwork(
         name="vgg16",

@@ -13,10 +13,10 @@ import torch
 from common import interruption
 from common.errors import UserError
 from common.files import sha256
-from evaluation.image_sets import EncodedImages, as_rgb, open_images
+from evaluation.image_sets import Batch, EncodedImages, as_rgb, open_images
 from evaluation.results import Measured
 from generation.collection import RECORD, open_collections, read_record
-from generation.engine import Pace, choose_batch_size, generate, generate_images
+from generation.engine import Job, Pace, choose_batch_size, generate, generate_images
 from generation.generate_options import GenerationOptions
 from generation.pictures import draw_pictures
 from image_data.sources import load_images
@@ -26,9 +26,7 @@ from run_folder.saved_model import SavedModel, find_models, output_folder
 
 if TYPE_CHECKING:
     from common.processes import Processes
-    from evaluation.image_sets import Batch
     from evaluation.statistics import Identity
-    from generation.engine import Job
     from run_folder.config import TrainingConfig
 
 logger = logging.getLogger(__name__)

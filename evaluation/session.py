@@ -246,17 +246,20 @@ class Session:
         processes.barrier()
 
     def _report(self, measured: Measured, extracted: list[Features], metrics: dict[str, float]) -> None:
-        """Add all metrics to those that are known, print them and put them into the tables."""
+        """Add all metrics to those that are known, put them into the tables and print them."""
         networks, reference = self.extractor.networks, self.reference
         for network, features, statistics in zip(networks, extracted, reference, strict=True):
             metrics |= measure(network, features, statistics, self.processes.device)
         classes = []
         if self.accuracy and self.is_reference_labelled:
             classes = self.accuracy.measure_classes(networks[0], extracted[0], reference[0])
+        if classes:
+            add_classes(self.output_dir, measured, classes)
+        if self.output_dir is not None:
+            add_result(self.output_dir, measured, metrics)
         print(f"\n{describe_result(measured, metrics)}\n", flush=True)
         if classes:
             print(f"{describe_classes(classes)}\n", flush=True)
-            add_classes(self.output_dir, measured, classes)
         dimensions = max(features.features.shape[1] for features in extracted)
         counts = [measured.num_images, reference[0].identity.count, *(row["samples"] for row in classes)]
         fewest = min(filter(None, counts))  # how many are behind an .npz is not known
@@ -267,5 +270,3 @@ class Session:
                 f"{dimensions:,}",
                 "" if reference[0].features is None else ". Read kid, which is not biased",
             )
-        if self.output_dir is not None:
-            add_result(self.output_dir, measured, metrics)

@@ -16,12 +16,12 @@ import torch
 
 from common.errors import UserError, user_errors
 from common.files import load_safetensors, save_safetensors
+from evaluation.features import FeatureExtractor
+from evaluation.image_sets import ImageSet
 from evaluation.metrics import Moments, Neighbourhoods
 from image_data.sources import spread
 
 if TYPE_CHECKING:
-    from evaluation.features import FeatureExtractor
-    from evaluation.image_sets import ImageSet
     from evaluation.networks import FeatureNetwork
 
 logger = logging.getLogger(__name__)
