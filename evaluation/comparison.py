@@ -69,15 +69,13 @@ def find_common_rows(tables: dict[str, list[Row]]) -> tuple[tuple, dict[str, lis
     }
     shared = set.intersection(*map(set, groups.values()))
     if not shared:
-        measured = {
-            run: sorted(" ".join(str(part) for part in key if part is not None) for key in found)
-            for run, found in groups.items()
-        }
-        had = "; ".join(
-            f"{run}: {' and '.join(found) or 'no FID and time of training'}" for run, found in measured.items()
-        )
+        measured = []
+        for run, found in groups.items():
+            keys = sorted(" ".join(str(part) for part in key if part is not None) for key in found)
+            measured.append(f"{run}: {' and '.join(keys) or 'no FID and time of training'}")
         raise UserError(
-            f"--compare: no number of images, sampler and reference that all runs were measured with ({had})"
+            f"--compare: no number of images, sampler and reference that all runs were measured with "
+            f"({'; '.join(measured)})"
         )
 
     def preference(key: tuple) -> tuple:

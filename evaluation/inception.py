@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import logging
 import os
-import platform
 import shutil
 import urllib.request
 import warnings
@@ -20,15 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
-from torch_fidelity.feature_extractor_inceptionv3 import (
-    BasicConv2d,
-    InceptionA,
-    InceptionB,
-    InceptionC,
-    InceptionD,
-    InceptionE_1,
-    InceptionE_2,
-)
+from torch_fidelity import feature_extractor_inceptionv3 as blocks
 
 from common.errors import UserError, user_errors
 from common.files import load_safetensors, save_safetensors, sha256, written_aside
@@ -59,22 +50,22 @@ class InceptionV3(nn.Module):
 
     def __init__(self, with_logits: bool):
         super().__init__()
-        self.Conv2d_1a_3x3 = BasicConv2d(3, 32, kernel_size=3, stride=2)
-        self.Conv2d_2a_3x3 = BasicConv2d(32, 32, kernel_size=3)
-        self.Conv2d_2b_3x3 = BasicConv2d(32, 64, kernel_size=3, padding=1)
-        self.Conv2d_3b_1x1 = BasicConv2d(64, 80, kernel_size=1)
-        self.Conv2d_4a_3x3 = BasicConv2d(80, 192, kernel_size=3)
-        self.Mixed_5b = InceptionA(192, pool_features=32)
-        self.Mixed_5c = InceptionA(256, pool_features=64)
-        self.Mixed_5d = InceptionA(288, pool_features=64)
-        self.Mixed_6a = InceptionB(288)
-        self.Mixed_6b = InceptionC(768, channels_7x7=128)
-        self.Mixed_6c = InceptionC(768, channels_7x7=160)
-        self.Mixed_6d = InceptionC(768, channels_7x7=160)
-        self.Mixed_6e = InceptionC(768, channels_7x7=192)
-        self.Mixed_7a = InceptionD(768)
-        self.Mixed_7b = InceptionE_1(1280)
-        self.Mixed_7c = InceptionE_2(2048)
+        self.Conv2d_1a_3x3 = blocks.BasicConv2d(3, 32, kernel_size=3, stride=2)
+        self.Conv2d_2a_3x3 = blocks.BasicConv2d(32, 32, kernel_size=3)
+        self.Conv2d_2b_3x3 = blocks.BasicConv2d(32, 64, kernel_size=3, padding=1)
+        self.Conv2d_3b_1x1 = blocks.BasicConv2d(64, 80, kernel_size=1)
+        self.Conv2d_4a_3x3 = blocks.BasicConv2d(80, 192, kernel_size=3)
+        self.Mixed_5b = blocks.InceptionA(192, pool_features=32)
+        self.Mixed_5c = blocks.InceptionA(256, pool_features=64)
+        self.Mixed_5d = blocks.InceptionA(288, pool_features=64)
+        self.Mixed_6a = blocks.InceptionB(288)
+        self.Mixed_6b = blocks.InceptionC(768, channels_7x7=128)
+        self.Mixed_6c = blocks.InceptionC(768, channels_7x7=160)
+        self.Mixed_6d = blocks.InceptionC(768, channels_7x7=160)
+        self.Mixed_6e = blocks.InceptionC(768, channels_7x7=192)
+        self.Mixed_7a = blocks.InceptionD(768)
+        self.Mixed_7b = blocks.InceptionE_1(1280)
+        self.Mixed_7c = blocks.InceptionE_2(2048)
         self.fc = nn.Linear(2048, 1008) if with_logits else None
 
     def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -110,7 +101,7 @@ def build(state: dict[str, torch.Tensor]) -> InceptionV3:
     network.load_state_dict(state, strict=False, assign=True)  # without the counters of batches
     network.eval().requires_grad_(False)
     for module in list(network.modules()):
-        if isinstance(module, BasicConv2d):
+        if isinstance(module, blocks.BasicConv2d):
             module.conv, module.bn = fuse_conv_bn_eval(module.conv, module.bn), nn.Identity()
     return network
 
@@ -156,7 +147,7 @@ def find_source(cache_dir: Path) -> Path:
     downloaded = cache_dir / "inception-2015-12-05.pt"
     places = [
         downloaded,
-        Path("." if platform.system() == "Windows" else "/tmp") / "inception-2015-12-05.pt",  # clean-fid's own
+        Path("." if os.name == "nt" else "/tmp") / "inception-2015-12-05.pt",  # clean-fid's own
         hub / "weights-inception-2015-12-05-6726825d.pth",  # torch-fidelity's
         hub / "pt_inception-2015-12-05-6726825d.pth",  # pytorch-fid's
     ]
