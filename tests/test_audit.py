@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.options import resolve_precision
 from run_folder.config import parse_config, resolve_batch
 from schedulers.ddpm import build_scheduler
 from training.audit import audit, format_audit
@@ -31,7 +30,7 @@ def rows_of(unet, *flags: str, processes: int = 1):
         build_optimizer(config, unet),
         resolve_batch(config, processes),
         processes,
-        resolve_precision(config.mixed_precision),
+        config.mixed_precision or "no",
         50_000,
     )
 

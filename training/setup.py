@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import interruption
-from common.options import resolve_precision
+from common.files import write_atomically
 from common.randomness import generator_for
 from image_data.batches import TrainingBatches
 from run_folder.checkpoint_files import CheckpointWriter, load_checkpoint
 from run_folder.config import (
     Batch,
     TrainingConfig,
+    as_yaml,
     resolve_batch,
     resolve_steps,
-    save_config,
     settings_of,
     with_resolved,
 )
-from run_folder.folder import check_disk, check_output_dir, open_run
+from run_folder.folder import RunFolder, check_disk, check_output_dir, open_run
 from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from training.banner import log_banner, log_end
@@ -87,7 +87,7 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
         balanced_labels=condition.balanced_labels,
     )
     total_steps = resolve_steps(config, batches.steps_per_epoch)
-    config = with_resolved(config, batch, total_steps, data.channels, resolve_precision(config.mixed_precision))
+    config = with_resolved(config, batch, total_steps, data.channels, processes.precision)
 
     initialisation = generator_for(config.seed, "initialisation")
     unet = build_training_unet(config, data.channels, initialisation, condition.network).to(processes.device)
@@ -135,7 +135,7 @@ def train_to_the_end(run: Run) -> None:
         if checkpoint is not None:
             load_checkpoint(state, checkpoint, same_run=config.resume_from_checkpoint == "latest")
         if processes.is_main:
-            save_config(config, output_dir / "config.yaml")
+            write_atomically(RunFolder(output_dir).config_file, as_yaml(config))
             run.condition.write_parts(output_dir)
 
         model = processes.accelerator.prepare(state.unet)
