@@ -58,7 +58,7 @@ class ReferenceOptions:
     image_column: str | None = option(None, "Column with the images; found by itself if there is only one.")
     resolution: int | None = option(
         None,
-        "Size that real images are brought to, shorter side and centre crop (default: that of the generated).",
+        "Size real images are brought to, shorter side and centre crop (default: that of the generated).",
         POSITIVE,
     )
     on_bad_image: Literal["fail", "skip"] = option("fail", "What to do with a real image that cannot be decoded.")
@@ -72,8 +72,7 @@ class ReferenceOptions:
 @section("features")
 class FeatureOptions:
     features: str = option(
-        "inception",
-        "inception, dinov2, clip, a folder with a vision model of transformers, or a file with VGG16's weights.",
+        "inception", "inception, dinov2, clip, a folder of a transformers vision model, or a file with VGG16's weights."
     )
     modes: list[str] = option(
         ["legacy_tensorflow"],

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from common.errors import UserError
-from common.options import POSITIVE, option, parse_options, section
+from common.options import POSITIVE, UP_TO_ONE, option, parse_options, section
 
 if TYPE_CHECKING:
     from run_folder.saved_model import SavedModel
@@ -56,7 +56,9 @@ class SamplerOptions:
     variance_type: Literal["fixed_large", "fixed_small"] | None = option(
         None, "Variance of --ddpm (default: fixed_large over all timesteps, fixed_small over a sub-sequence)."
     )
-    eta: float | None = option(None, "Noise of --ddim: 0 for none (the default), 1 for as much as DDPM's fixed_small.")
+    eta: float | None = option(
+        None, "Noise of --ddim: 0 for none (the default), 1 for as much as DDPM's fixed_small.", UP_TO_ONE
+    )
 
 
 @section("images")
@@ -73,15 +75,15 @@ class ConditionOptions:
         [], "Classes to draw by name or number, or 'all' (the default); seeds take turns.", repeatable=True
     )
     prompt: list[str] = option(
-        [], "What should appear; seeds take turns with several (default: the prompts of the run's grids).",
-        repeatable=True)  # fmt: skip
+        [], "What to draw; seeds take turns with several (default: the prompts of the run's grids).", repeatable=True
+    )
     prompts_file: str | None = option(None, "File with a prompt on each line.")
-    negative_prompt: str | None = option(None, "What guidance leads away from (default: what is drawn unasked).")
+    negative_prompt: str | None = option(None, "What guidance leads away from (default: an empty prompt).")
     guidance_scale: float = option(
         1.0, "Guidance u + scale (c - u) from the prediction without condition; 1 is none.", habits="cfg"
     )
     guidance_rescale: float = option(
-        0.0, "Share of a guided prediction that gets its deviation from the unguided one, 0 to 1, against glare."
+        0.0, "Share of a guided prediction that gets its deviation from the unguided one, against glare.", UP_TO_ONE
     )
     guidance_interval: list[int] = option([], "First and last timestep with guidance (default: all), e.g. 100 800.")
 
@@ -92,9 +94,7 @@ class OutputOptions:
         None, "Folder for the images (default: one in <run>/generated named after step, weights, sampler and steps)."
     )
     overwrite: bool = option(
-        False,
-        "Delete the images that are in the folder, whatever made them, and start anew.",
-        habits="overwrite_output_dir",
+        False, "Delete the images in the folder, whatever made them, and start anew.", habits="overwrite_output_dir"
     )
     format: Literal["png", "npz", "parquet"] = option(
         "png", "PNG files, one samples.npz (arr_0, seeds), or a folder for datasets.load_dataset."
@@ -168,8 +168,6 @@ def check_condition(options: ConditionOptions) -> None:
     """Raise for guidance that makes no sense, or that would do nothing."""
     if options.guidance_scale < 0:
         raise UserError(f"--guidance_scale {options.guidance_scale:g}: must be 0 or greater; 1 is no guidance")
-    if not 0 <= options.guidance_rescale <= 1:
-        raise UserError(f"--guidance_rescale {options.guidance_rescale:g}: must be from 0 to 1")
     interval = options.guidance_interval
     if interval and (len(interval) != 2 or not 0 <= interval[0] <= interval[1]):
         raise UserError(
@@ -188,8 +186,6 @@ def check_sampler(options: SamplerOptions) -> str:
     sampler = options.scheduler or (given[0] if given else options.default_sampler)
     if options.eta is not None and sampler != "ddim":
         raise UserError(f"--eta {options.eta:g}: is a setting of --ddim, not of {sampler}")
-    if options.eta is not None and not 0 <= options.eta <= 1:
-        raise UserError(f"--eta {options.eta:g}: must be from 0 to 1")
     if options.variance_type and sampler != "ddpm":
         raise UserError(f"--variance_type {options.variance_type}: is a setting of --ddpm, not of {sampler}")
     if options.skip_schedule != "linear" and sampler not in ("ddpm", "ddim"):
@@ -217,19 +213,17 @@ def build_method(options: SamplerOptions, model: SavedModel) -> SamplingMethod:
 
 def describe_method(method: SamplingMethod) -> str:
     """Return a line on a sampler, with what was decided for the user."""
-    settings = method.settings
+    settings, used = method.settings, len(method.timesteps)
     text = f"{settings['sampler']}, {settings['num_inference_steps']} steps"
-    if "skip_schedule" in settings:
-        text += f", {settings['skip_schedule']}"
-        if len(method.timesteps) < settings["num_inference_steps"]:
-            text += f" ({len(method.timesteps)} different timesteps)"
-    elif len(method.timesteps) != settings["num_inference_steps"]:
-        text += f" ({len(method.timesteps)} calls of the network)"
+    chooses_itself = "skip_schedule" not in settings
+    text += "" if chooses_itself else f", {settings['skip_schedule']}"
+    if used != settings["num_inference_steps"]:
+        text += f" ({used} {'calls of the network' if chooses_itself else 'different timesteps'})"
     if "eta" in settings:
         text += f", eta {settings['eta']:g}"
     if "variance_type" in settings:
         text += f", variance {settings['variance_type']}"
-        if settings["variance_type"] == "fixed_small" and len(method.timesteps) < len(method.scheduler.betas):
+        if settings["variance_type"] == "fixed_small" and used < len(method.scheduler.betas):
             text += ", the default of a sub-sequence (--variance_type)"
     return text
 

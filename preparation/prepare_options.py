@@ -30,9 +30,7 @@ class PrepareOptions:
     classes: list[str] = option([], "Use these classes only.")
     captions: str | None = option(None, "Caption for photos without one, such as 'a photo of a {class}'.")
     eval_fraction: float | None = option(
-        None,
-        "Share of every class that is kept for evaluation (default: the source's own split, otherwise 0.1).",
-        BELOW_ONE,
+        None, "Share of every class kept for evaluation (default: the source's own split, otherwise 0.1).", BELOW_ONE
     )
     eval_split: Literal["test", "validation"] = option("test", "Name of what is kept for evaluation.")
     seed: int = option(0, "Which photos are kept for evaluation is a function of their names and this.", NOT_NEGATIVE)
