@@ -20,7 +20,7 @@ Options = TypeVar("Options")
 
 
 class Range(NamedTuple):
-    """What the value of an option must be, unless it is None."""
+    """The values that an option may have besides None: in words, and as a test."""
 
     wanted: str
     accepts: Callable[[float], bool]
@@ -34,7 +34,7 @@ UP_TO_ONE = Range("from 0 to 1", lambda value: 0 <= value <= 1)
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is known of an option besides its name and type: what `option` is given."""
+    """All that is known of an option besides its name and type; `option` is given it."""
 
     default: object
     help: str
@@ -171,6 +171,7 @@ def value_of_flag(arguments: list[str], name: str, what: str) -> str | None:
 
 
 def names_flag(arguments: Iterable[str], name: str) -> bool:
+    """Return whether the command line gives a flag, in either spelling."""
     return any(argument.partition("=")[0].replace("-", "_") == f"__{name}" for argument in arguments)
 
 
@@ -202,7 +203,7 @@ def read_config_file(path: Path, kind: type) -> list[str]:
 
 
 def _suggestion(name: str, kind: type, prefix: str = "") -> str:
-    """Return the end of a message about an unknown name: the option that was probably meant."""
+    """Return the end of a message about an unknown name: what was probably meant."""
     plain = name.partition("=")[0].lstrip("-").replace("-", "_")
     meant = {}
     for option_name, facts in facts_of(kind).items():

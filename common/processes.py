@@ -34,7 +34,7 @@ ROLL_CALL = timedelta(seconds=10)
 
 
 class ProcessOptions(Protocol):
-    """What the options of every script say of its processes."""
+    """The options of every script that concern its processes."""
 
     mixed_precision: str | None
     allow_tf32: bool
@@ -120,7 +120,7 @@ class Processes:
 
     @contextmanager
     def reporting_dead_peers(self) -> Iterator[None]:
-        """Where processes exchange something: end with the number of the lost one, not with a hang or a traceback."""
+        """End with the number of a process that is lost meanwhile, not with a hang or a traceback."""
         try:
             yield
         except RuntimeError as error:
