@@ -26,6 +26,7 @@ import torch
 from common import interruption
 from common.errors import RunFailed, UserError
 from common.files import replace_folder, sync
+from common.options import facts_of
 from conditions.guidance import CONDITION_FILE
 from run_folder.checkpoints import (
     PREFIX,
@@ -38,7 +39,7 @@ from run_folder.checkpoints import (
     verify,
     write_manifest,
 )
-from run_folder.config import TrainingConfig
+from run_folder.config import ConditionalConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from training.setup import TrainingState
@@ -46,9 +47,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # A run with another of these is no continuation of the same run.
-ANOTHER_TASK = """
-    ddpm_num_steps ddpm_beta_schedule prediction_type resolution channels images use_ema condition class_names encoder
-""".split()
+FIXED = {
+    "images",
+    "class_names",
+    "encoder",
+    *(name for name, facts in facts_of(ConditionalConfig).items() if facts.fixed),
+}
 CheckpointFile = str | dict[str, torch.Tensor]
 
 
@@ -231,7 +235,7 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
 
     numbers = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     changed = changed_settings(numbers["settings"], state.settings)
-    other_task = [change for change in changed if change.split()[0] in ANOTHER_TASK]
+    other_task = [change for change in changed if change.split()[0] in FIXED]
     if other_task and same_run:
         raise UserError(
             f"{folder.parent} holds a run with other settings ({'; '.join(other_task)}): choose another --output_dir, "

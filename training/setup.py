@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from common import interruption
-from common.options import resolve_precision
+from common.files import write_atomically
 from common.randomness import generator_for
 from image_data.batches import TrainingBatches
 from run_folder.checkpoint_files import CheckpointWriter, load_checkpoint
 from run_folder.config import (
     Batch,
     TrainingConfig,
+    as_yaml,
     resolve_batch,
     resolve_steps,
-    save_config,
     settings_of,
     with_resolved,
 )
-from run_folder.folder import check_disk, check_output_dir, open_run
+from run_folder.folder import RunFolder, check_disk, check_output_dir, open_run
 from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from schedulers.loss import DiffusionLoss, build_loss
@@ -158,7 +158,7 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
     sizes = resolve_batch(config, processes.count)
     batches = TrainingBatches(data, condition, config.seed, sizes.total, sizes.accumulation, processes)
     total_steps = resolve_steps(config, batches.steps_per_epoch)
-    config = with_resolved(config, sizes, total_steps, data.channels, resolve_precision(config.mixed_precision))
+    config = with_resolved(config, sizes, total_steps, data.channels, processes.precision)
 
     initialisation = generator_for(config.seed, "initialisation")
     unet = build_training_unet(config, data.channels, initialisation, condition.network).to(processes.device)
@@ -199,7 +199,7 @@ def opened(run: Run) -> Iterator[None]:
     if checkpoint is not None:
         load_checkpoint(state, checkpoint, same_run=config.resume_from_checkpoint == "latest")
     if processes.is_main:
-        save_config(config, Path(config.output_dir) / "config.yaml")
+        write_atomically(RunFolder(Path(config.output_dir)).config_file, as_yaml(config))
         run.condition.write_parts(Path(config.output_dir))
     run.over = run.is_over()
     run.network = processes.accelerator.prepare(state.unet)
