@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ema_pytorch import EMA
 
     from common.processes import Processes
-    from conditions.condition import Unconditional
+    from conditions.condition import Condition
     from image_data.batches import TrainingBatches
     from run_folder.config import TrainingConfig
     from schedulers.ddpm import ExactDDPMScheduler
@@ -139,7 +139,7 @@ def train(
     state: TrainingState,
     scheduler: ExactDDPMScheduler,
     batches: TrainingBatches,
-    condition: Unconditional,
+    condition: Condition,
     learning_rate: Callable[[int], float],
     total_steps: int,
     tracking: Tracking,
@@ -241,7 +241,7 @@ def is_over(config: TrainingConfig, processes: Processes, step: int, seconds: fl
 
 
 def conditioned(
-    model: torch.nn.Module, condition: Unconditional, rows: torch.Tensor, device: torch.device
+    model: torch.nn.Module, condition: Condition, rows: torch.Tensor, device: torch.device
 ) -> Callable[..., object]:
     """The network, told these rows of the table of conditions."""
     return partial(model, **{name: to_device(value, device) for name, value in condition.inputs(rows).items()})
@@ -264,7 +264,7 @@ def diffusion_loss(
 def losses_of_rows(
     model: torch.nn.Module,
     scheduler: ExactDDPMScheduler,
-    condition: Unconditional,
+    condition: Condition,
     pixels: torch.Tensor,
     told: torch.Tensor,
     rows: torch.Tensor,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import interruption
 from common.options import resolve_precision
 from common.randomness import generator_for
 from image_data.batches import TrainingBatches
-from run_folder.checkpoint_files import CheckpointWriter, load_checkpoint
+from run_folder.checkpoints import CheckpointWriter, load_checkpoint
 from run_folder.config import (
     Batch,
     TrainingConfig,
@@ -20,7 +19,7 @@ from run_folder.config import (
     settings_of,
     with_resolved,
 )
-from run_folder.folder import check_disk, check_output_dir, open_run
+from run_folder.folder import RunFolder, check_disk, check_output_dir, open_run
 from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from training.banner import log_banner, log_end
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from common.processes import Processes
-    from conditions.condition import Unconditional
+    from conditions.condition import Condition
     from image_data.training_images import TrainingImages
     from schedulers.timestep_samplers import TimestepSampler
 
@@ -46,7 +45,7 @@ class Run:
 
     config: TrainingConfig  # nothing in it is open any more
     processes: Processes
-    condition: Unconditional
+    condition: Condition
     batch: Batch
     batches: TrainingBatches
     scheduler: ExactDDPMScheduler
@@ -72,7 +71,7 @@ def build_diffusion(config: TrainingConfig) -> tuple[ExactDDPMScheduler, Timeste
     return scheduler, build_sampler(config, alphas_cumprod), build_weighting(config, alphas_cumprod)
 
 
-def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages, condition: Unconditional) -> Run:
+def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages, condition: Condition) -> Run:
     """Which images make up which step, the network, the diffusion, and all that changes while training."""
     batch = resolve_batch(config, processes.count)
     batches = TrainingBatches(
@@ -129,14 +128,14 @@ def announce(run: Run) -> None:
 def train_to_the_end(run: Run) -> None:
     """Make the run's folder, or go on with the run that is in it; from here on, to be stopped means to save first."""
     config, processes, state, total_steps = run.config, run.processes, run.state, run.total_steps
-    output_dir = Path(config.output_dir)
     with interruption.deferred():
         checkpoint = open_run(config, processes)
         if checkpoint is not None:
             load_checkpoint(state, checkpoint, same_run=config.resume_from_checkpoint == "latest")
         if processes.is_main:
-            save_config(config, output_dir / "config.yaml")
-            run.condition.write_parts(output_dir)
+            folder = RunFolder(config.output_dir)
+            save_config(config, folder.config_file)
+            folder.write_condition(run.condition)
 
         model = processes.accelerator.prepare(state.unet)
         rate = learning_rate_schedule(config, total_steps)
