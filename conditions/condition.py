@@ -8,14 +8,13 @@ Salimans 2022).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from common.randomness import generator_for
-from image_data.sources import spread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -88,21 +87,21 @@ class NoCondition(Condition):
 
 
 class ClassCondition(Condition):
-    """One of n classes. The last of the n + 1 rows stands for no class. `grid_rows`: of a sample grid, at most."""
+    """One of n classes. The last of the n + 1 rows stands for no class. A sample grid shows `grid_labels`."""
 
-    def __init__(self, names: list[str], dropout: float = 0.0, grid_rows: int = 0):
+    def __init__(self, names: list[str], dropout: float = 0.0, grid_labels: Sequence[int] = ()):
         self.null_row = len(names)
         self.network = {"num_class_embeds": len(names) + 1}
         self.settings = {"class_names": names}
         self.description = {"condition": "class", "class_names": names, "dropout": dropout}
-        self._grid_labels = list(spread(len(names), grid_rows))
-        self.rows_of_grid = [names[label] for label in self._grid_labels]
+        self._grid_labels = torch.tensor(grid_labels)
+        self.rows_of_grid = [names[label] for label in grid_labels]
 
     def inputs(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"class_labels": rows}
 
     def inputs_of_grid(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self.inputs(torch.tensor(self._grid_labels)[rows])
+        return self.inputs(self._grid_labels[rows])
 
     def pipeline_entries(self) -> dict[str, object]:
         return {

@@ -157,9 +157,9 @@ def conditions_at(
     scales: list[float], options: ConditionOptions, model: SavedModel, device: torch.device
 ) -> list[GenerationCondition]:
     """Return the same condition at several guidance scales; prompts are encoded once."""
-    first, *others = [replace(options, guidance_scale=scale) for scale in scales]
-    condition = condition_of(first, model, device)
-    return [condition, *(replace(condition, guidance=guidance_of(other, model)) for other in others)]
+    condition = condition_of(options, model, device)
+    guidances = (guidance_of(replace(options, guidance_scale=scale), model) for scale in scales)
+    return [replace(condition, guidance=guidance) for guidance in guidances]
 
 
 def guidance_of(options: ConditionOptions, model: SavedModel) -> Guidance:
@@ -201,8 +201,8 @@ def prompt_condition(
     options: ConditionOptions, model: SavedModel, guidance: Guidance, device: torch.device
 ) -> GenerationCondition:
     """Return the condition that shows the prompts in turn; the negative prompt is the row without a condition."""
-    prompts = [*options.prompt, *read_prompts(options.prompts_file)] or model.condition["prompts"]
-    negative = options.negative_prompt or ""
+    prompts = options.prompt + (read_prompts(options.prompts_file) if options.prompts_file else [])
+    prompts, negative = prompts or model.condition["prompts"], options.negative_prompt or ""
     known = set(model.condition["vocabulary"])
     unknown = sorted({word for text in (*prompts, negative) for word in words_of(text) if word not in known})
     if unknown:
@@ -216,17 +216,16 @@ def prompt_condition(
     return GenerationCondition(condition, prompts, rows, guidance, request, short_name=" ".join(prompts))
 
 
-def read_prompts(file: str | None) -> list[str]:
+def read_prompts(file: str) -> list[str]:
     """Read a prompt from each line that is not blank."""
-    if file is None:
-        return []
     try:
-        lines = [line.strip() for line in Path(file).expanduser().read_text(encoding="utf-8").splitlines()]
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--prompts_file {file}: cannot be read ({getattr(error, 'strerror', error)})") from error
-    if not any(lines):
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
         raise UserError(f"--prompts_file {file}: there is no prompt in it")
-    return [line for line in lines if line]
+    return prompts
 
 
 def text_encoder_of(model: SavedModel, device: torch.device) -> TextEncoder:

@@ -62,7 +62,8 @@ def load_condition(
         logger.info("Classes: %s", ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True)))
 
     if config.condition == "class":
-        condition = ClassCondition(names, config.condition_dropout, config.eval_batch_size)
+        grid_labels = list(spread(len(names), config.eval_batch_size))
+        condition = ClassCondition(names, config.condition_dropout, grid_labels)
         choices = [[label] for label in range(len(names))]
     else:
         # The first row of the table is the empty caption.

@@ -334,11 +334,9 @@ def changed_settings(before: dict[str, object], now: dict[str, object]) -> list[
 
 def load_optimizer_tensors(state: TrainingState, tensors: dict[str, torch.Tensor]) -> None:
     """Load the optimiser's tensors, which have the names of the parameters."""
-    saved: dict[str, dict[str, torch.Tensor]] = {}
+    index_of = {name: index for index, (name, _) in enumerate(state.unet.named_parameters())}
+    saved: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         kind, _, parameter = name.partition(".")
-        saved.setdefault(parameter, {})[kind] = tensor
-    names = [name for name, _ in state.unet.named_parameters()]
-    groups = state.optimizer.state_dict()["param_groups"]
-    indexed = {index: saved[name] for index, name in enumerate(names) if name in saved}
-    state.optimizer.load_state_dict({"state": indexed, "param_groups": groups})
+        saved.setdefault(index_of[parameter], {})[kind] = tensor
+    state.optimizer.load_state_dict({"state": saved, "param_groups": state.optimizer.state_dict()["param_groups"]})

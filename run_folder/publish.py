@@ -270,9 +270,6 @@ def scrub(text: str, token: str | None) -> str:
 
 def upload_command(config: TrainingConfig) -> str:
     """Return the command line that makes the same push, whatever folder it is typed in."""
-    command = ["hf", "upload", repo_id_of(config), str(Path(config.output_dir).resolve())]
-    command += ["--private"] if config.hub_private_repo else []
-    for option, patterns in (("--include", UPLOADED), ("--exclude", NOT_UPLOADED)):
-        for pattern in patterns:
-            command += [option, pattern]
-    return shlex.join(command)
+    options = ["--private"] if config.hub_private_repo else []
+    options += [f"--include={pattern}" for pattern in UPLOADED] + [f"--exclude={pattern}" for pattern in NOT_UPLOADED]
+    return shlex.join(["hf", "upload", repo_id_of(config), str(Path(config.output_dir).resolve()), *options])
