@@ -55,12 +55,12 @@ def _at_last_step(pipeline: SavedModel) -> SavedModel:
 
 
 def _pipeline_beside(run: Path, models: list[SavedModel]) -> list[SavedModel]:
-    weights = run / "unet" / WEIGHTS
+    weights = RunFolder(run).network_folder / WEIGHTS
     digest = sha256(weights) if weights.is_file() else None
     if digest is None or digest in {model.sha256 for model in models}:
         return []
     logger.info("The pipeline in %s holds other weights than the checkpoints, of a step that nothing tells", run)
-    beside = {"path": run, "step": None, "train_seconds": None, "sha256": digest, "network_folder": run / "unet"}
+    beside = {"path": run, "step": None, "train_seconds": None, "sha256": digest, "network_folder": weights.parent}
     return [replace(models[-1], name="pipeline", **beside)]
 
 

@@ -52,6 +52,7 @@ class RunFolder:
         self.samples = path / SAMPLES
         self.condition_file = path / CONDITION_FILE
         self.pipeline_file = path / "model_index.json"
+        self.network_folder = path / "unet"  # of the pipeline
         self.card_file = path / "README.md"
         self.best_scores_file = path / "best_scores.csv"
 

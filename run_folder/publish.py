@@ -78,16 +78,17 @@ def write_model_card(
     # no network, and returns the card of an earlier push as it was. huggingface_hub's own classes need no network.
     run, repo_id = RunFolder(config.output_dir), repo_id_of(config)
     data_set = config.dataset_name or config.train_data_dir
-    tags = ["diffusers", "diffusers-training", task(condition)]
+    task, conditioned_on, examples = describe_condition(condition)
+    tags = ["diffusers", "diffusers-training", task]
     data = ModelCardData(library_name="diffusers", tags=tags, datasets=hub_datasets(data_set))
     script = "train_unconditional.py" if condition is None else "train_conditional.py"
     grid, metrics = run.newest_grid(), run.read_metrics()
     sections = [
         f"# {repo_id.split('/')[-1]}",
         f"A denoising diffusion probabilistic model (DDPM) of `{data_set if data.datasets else Path(data_set).name}`"
-        f"{conditioned_on(condition)}: the {weights} weights of step {step}.",
+        f"{conditioned_on}: the {weights} weights of step {step}.",
         f"![Samples of step {step}]({SAMPLES}/{quote(grid.name)})" if grid else "",
-        f"## Usage\n\n{usage(repo_id, config.ddpm_num_steps, condition)}",
+        f"## Usage\n\n{usage(repo_id, config.ddpm_num_steps, examples)}",
         f"## Hyper-parameters\n\n{table('parameter', hyper_parameters(config))}",
         f"## Metrics\n\n{table('metric', metrics[-1])}" if metrics else "",
         evaluation_section(run),
@@ -106,27 +107,22 @@ def hub_datasets(dataset_name: str) -> list[str] | None:
     return [dataset_name] if is_hub_id else None
 
 
-def task(condition: dict[str, object] | None) -> str:
-    """Return the tag of the Hub."""
+def describe_condition(condition: dict[str, object] | None) -> tuple[str, str, list[str]]:
+    """Return the task as the Hub names it, the end of a sentence, and examples of classes or prompts."""
     if condition is None:
-        return "unconditional-image-generation"
-    return "text-to-image" if condition["condition"] == "text" else "class-conditional-image-generation"
-
-
-def conditioned_on(condition: dict[str, object] | None) -> str:
-    if condition is None:
-        return ""
+        return "unconditional-image-generation", "", []
     if condition["condition"] == "class":
-        return f" by class ({', '.join(condition['class_names'])})"
-    return f" by text, as {Path(condition['text_encoder']).name} encodes it"
+        names = condition["class_names"]
+        return "class-conditional-image-generation", f" by class ({', '.join(names)})", names[:2]
+    encoder = Path(condition["text_encoder"]).name
+    return "text-to-image", f" by text, as {encoder} encodes it", condition["prompts"][:2]
 
 
-def usage(repo_id: str, num_inference_steps: int, condition: dict[str, object] | None) -> str:
-    if condition is None:
-        kind, trust, arguments = "DDPMPipeline", "", "batch_size=4"
-    else:
+def usage(repo_id: str, num_inference_steps: int, examples: list[str]) -> str:
+    """Return a snippet that draws images, those of the examples if the model has a condition."""
+    kind, trust, arguments = "DDPMPipeline", "", "batch_size=4"
+    if examples:
         kind, trust = "DiffusionPipeline", ", trust_remote_code=True"
-        examples = condition["class_names" if condition["condition"] == "class" else "prompts"][:2]
         arguments = f"{json.dumps(examples)}, guidance_scale=2.0"
     return f"""\
 ```python
