@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a run and its evaluation write, besides checkpoints and logs. All of it is pushed to the Hub.
-FILES = (
-    *("model_index.json", CONDITION_FILE, "conditional_pipeline.py", "README.md", "config.yaml", "metrics.jsonl"),
-    *("evaluation_results.csv", "best_scores.csv", "*_vs_*.png"),
-)
+# What a run and its evaluation write, besides checkpoints and logs.
+CONFIG, METRICS, PIPELINE, CARD, SAMPLES = "config.yaml", "metrics.jsonl", "model_index.json", "README.md", "samples"
+RESULTS, BEST_SCORES, PICTURES = "evaluation_results.csv", "best_scores.csv", "*_vs_*.png"
 PIPELINE_FOLDERS = ("unet", "scheduler", "text_encoder", "tokenizer")
-SAMPLES = "samples"
+PUSHED = (PIPELINE, CONDITION_FILE, "conditional_pipeline.py", CARD, CONFIG, METRICS, RESULTS, BEST_SCORES, PICTURES)
 NOT_PUSHED = (
     *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in PIPELINE_FOLDERS)),
     *("evaluation_results.json", "evaluation_per_class.csv"),
@@ -47,14 +45,14 @@ class RunFolder:
 
     def __init__(self, path: Path | str):
         self.path = path = Path(path)
-        self.config_file = path / "config.yaml"
-        self.metrics_file = path / "metrics.jsonl"
+        self.config_file = path / CONFIG
+        self.metrics_file = path / METRICS
         self.samples = path / SAMPLES
         self.condition_file = path / CONDITION_FILE
-        self.pipeline_file = path / "model_index.json"
+        self.pipeline_file = path / PIPELINE
         self.network_folder = path / "unet"  # of the pipeline
-        self.card_file = path / "README.md"
-        self.best_scores_file = path / "best_scores.csv"
+        self.card_file = path / CARD
+        self.best_scores_file = path / BEST_SCORES
 
     def grid_file(self, step: int) -> Path:
         return self.samples / f"step-{step}.png"
@@ -173,7 +171,7 @@ def check_output_dir(config: TrainingConfig) -> None:
 
 def is_of_a_run(name: str, config: TrainingConfig) -> bool:
     """Return whether a run writes a file or folder of this name."""
-    patterns = (*FILES, *PIPELINE_FOLDERS, SAMPLES, *NOT_PUSHED, Path(config.logging_dir).parts[0])
+    patterns = (*PUSHED, *PIPELINE_FOLDERS, SAMPLES, *NOT_PUSHED, Path(config.logging_dir).parts[0])
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 

@@ -32,7 +32,7 @@ from run_folder.config import (
     NetworkOptions,
     OptimizerOptions,
 )
-from run_folder.folder import FILES, PIPELINE_FOLDERS, SAMPLES, RunFolder
+from run_folder.folder import PICTURES, PIPELINE_FOLDERS, PUSHED, SAMPLES, RunFolder
 
 if TYPE_CHECKING:
     from run_folder.config import TrainingConfig
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # An allow-list: a checkpoint with its optimiser is several times the model, and of no use to who loads the model.
-UPLOADED = [*FILES, *(f"{folder}/**" for folder in PIPELINE_FOLDERS), f"{SAMPLES}/*.png"]
+UPLOADED = [*PUSHED, *(f"{folder}/**" for folder in PIPELINE_FOLDERS), f"{SAMPLES}/*.png"]
 # The Hub matches a whole path with fnmatch, whose * crosses slashes: these hold two of the patterns to one folder.
-NOT_UPLOADED = ["*/*_vs_*.png", f"{SAMPLES}/*/*"]
+NOT_UPLOADED = [f"*/{PICTURES}", f"{SAMPLES}/*/*"]
 
 # The results stand between these two headings of the card.
 EVALUATION, AFTER_EVALUATION = "## Evaluation", "## Repeat this run"

@@ -25,7 +25,7 @@ from run_folder.checkpoints import (
     step_of,
     verify,
 )
-from run_folder.folder import PIPELINE_FOLDERS, RunFolder
+from run_folder.folder import PIPELINE, PIPELINE_FOLDERS, RunFolder
 
 if TYPE_CHECKING:
     import torch
@@ -152,8 +152,8 @@ def find_models(model: str | None, steps: list[str], weights: str | None) -> lis
         return [newest]
     if not RunFolder(folder).pipeline_file.exists():
         raise UserError(
-            f"{folder} is not a model: it has no valid {PREFIX}<step> folder, as a run has, and no "
-            f"{RunFolder(folder).pipeline_file.name}, as a pipeline has"
+            f"{folder} is not a model: it has no valid {PREFIX}<step> folder, as a run has, and no {PIPELINE}, as a "
+            f"pipeline has"
         )
     return [_pipeline(folder, folder.name if model is None else model, weights)]
 
