@@ -155,15 +155,16 @@ def write_files(folder: Path, files: dict[str, CheckpointFile]) -> None:
         else:
             save_file(content, path, metadata={"format": "pt"})
         interruption.fault_point("save-file")
-    written = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in [*written, *(path for path in folder.rglob("*") if path.is_dir())]:
+    for path in folder.rglob("*"):
         sync(path)
-    entries = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)} for path in written
-    }
+    entries = {name: manifest_entry(folder / name) for name in sorted(files)}
     write_atomically(folder / MANIFEST, as_json({"format_version": FORMAT_VERSION, "files": entries}))
     sync(folder)
     interruption.fault_point("save-manifest")
+
+
+def manifest_entry(file: Path) -> dict[str, int | str]:
+    return {"size": file.stat().st_size, "sha256": sha256(file)}
 
 
 def as_json(value: object) -> str:
@@ -182,20 +183,19 @@ def verify(folder: Path, parts: tuple[str, ...] = ("",)) -> dict[str, str]:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         manifest = json.loads(text)
         version, entries = manifest["format_version"], manifest["files"].items()
-        wanted = {name: (entry["size"], entry["sha256"]) for name, entry in entries if name.startswith(parts)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidCheckpoint(f"{MANIFEST} is missing or unreadable ({type(error).__name__})") from error
     if as_json(manifest) != text:
         raise InvalidCheckpoint(f"{MANIFEST} is not what was written")
     if version != FORMAT_VERSION:
         raise InvalidCheckpoint(f"its format is version {version}, this program reads {FORMAT_VERSION}")
-    for name, (size, digest) in wanted.items():
-        path = folder / name
-        if not path.is_file():
+    wanted = {name: entry for name, entry in entries if name.startswith(parts)}
+    for name, entry in wanted.items():
+        if not (folder / name).is_file():
             raise InvalidCheckpoint(f"{name} is missing")
-        if path.stat().st_size != size or sha256(path) != digest:
+        if manifest_entry(folder / name) != entry:
             raise InvalidCheckpoint(f"{name} is not what was written")
-    return {name: digest for name, (_, digest) in wanted.items()}
+    return {name: entry["sha256"] for name, entry in wanted.items()}
 
 
 def read_file(folder: Path, name: str) -> dict:
