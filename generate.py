@@ -43,7 +43,7 @@ def main() -> None:
     # The models, how noise becomes images, and where they go.
     models = find_models(options.model, options.checkpoints, options.weights) if processes.is_main else None
     jobs, folders = [], []
-    for model in processes.all_gather(models)[0]:
+    for model in processes.broadcast(models):
         condition = condition_of(options, model, processes.device)
         job = Job(model, build_method(options, model, default_sampler(options)), condition=condition)
         logger.info("%s, %s weights: %s", model.source, model.weights, describe_method(job.method))

@@ -46,7 +46,7 @@ class Processes:
         self.count: int = accelerator.num_processes
         self.is_main: bool = accelerator.is_main_process
         self.is_local_main: bool = accelerator.is_local_main_process
-        self._counts = 0
+        self._counters = 0
         if self.count > 1:
             self._control = dist.new_group(backend="gloo", timeout=LOST_AFTER)
             self._patient = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -57,7 +57,7 @@ class Processes:
         """Processes on this machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
-    def any(self, flag: bool) -> bool:
+    def all_reduce_any(self, flag: bool) -> bool:
         """Whether the flag is set on any process; all must ask."""
         if self.count == 1:
             return flag
@@ -75,7 +75,11 @@ class Processes:
             dist.all_gather_object(items, item, group=self._patient)
         return items
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, item: object) -> object:
+        """Return on every process what the main one has; the others may pass anything."""
+        return self.all_gather(item)[0]
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the processes of a tensor on the CPU, on every process."""
         if self.count == 1:
             return tensor
@@ -96,7 +100,7 @@ class Processes:
             dist.gather(filled, parts, group=self._patient)
         return torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)]) if self.is_main else rows[:0]
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         if self.count > 1:
             with self.reporting_dead_peers():
                 dist.barrier(group=self._patient)
@@ -105,10 +109,10 @@ class Processes:
     def main_first(self) -> Iterator[None]:
         """The main process of each machine goes first; if it fails, it says so before anyone waits for it."""
         if not self.is_local_main:
-            self.wait()
+            self.barrier()
         yield
         if self.is_local_main:
-            self.wait()
+            self.barrier()
 
     @contextmanager
     def reporting_dead_peers(self) -> Iterator[None]:
@@ -128,7 +132,7 @@ class Processes:
         """A place to answer a roll call that needs no connection to the one who is lost; process 0 keeps it."""
         host = os.environ["MASTER_ADDR"]
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.is_main else None
-        port = self.all_gather(store.port if store is not None else None)[0]
+        port = self.broadcast(store.port if store is not None else None)
         return store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
     def _lost(self) -> str:
@@ -145,23 +149,23 @@ class Processes:
                 lost.append(str(index))
         return ", ".join(lost)
 
-    def shared_count(self) -> SharedCount:
+    def shared_counter(self) -> SharedCounter:
         """A number that all processes add to; all must ask for it."""
-        self._counts += 1
-        return SharedCount(self, f"count {self._counts}")
+        self._counters += 1
+        return SharedCounter(self, f"count {self._counters}")
 
     def finish(self) -> None:
         """Leave the group in good order."""
         if self.count > 1:
             dist.destroy_process_group()
 
-    def synchronize(self) -> None:
+    def synchronize_device(self) -> None:
         """Wait for the device, so that a clock read next is true."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
 
-class SharedCount:
+class SharedCounter:
     """A number that all processes add to and none waits for. It lives with process 0, which must end last."""
 
     def __init__(self, processes: Processes, name: str):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common.errors import UserError
+from common.errors import UserError, user_errors
 from conditions.condition import ClassCondition, Condition, NoCondition, TextCondition
 from conditions.conditional_pipeline import guide
 from conditions.text_encoder import TextEncoder, words_of
@@ -218,10 +218,8 @@ def prompt_condition(
 
 def read_prompts(file: str) -> list[str]:
     """Read a prompt from each line that is not blank."""
-    try:
+    with user_errors(f"--prompts_file {file}: cannot be read", OSError, UnicodeDecodeError):
         lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompts_file {file}: cannot be read ({getattr(error, 'strerror', error)})") from error
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise UserError(f"--prompts_file {file}: there is no prompt in it")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import re
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.errors import UserError, first_line
+from common.errors import UserError, first_line, user_errors
+from common.files import save_safetensors
 from common.progress import progress_bar
 from conditions.conditional_pipeline import encode_prompts
 
@@ -66,11 +66,10 @@ class TextEncoder:
         logging.disable_progress_bar()
         config = text_encoder_config(name)
         kind = AutoModelForTextEncoding if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING else AutoModel
-        try:
+        # transformers raises OSError, ValueError, and what a damaged file runs into.
+        with user_errors(f"--text_encoder {name}: cannot be loaded", Exception):
             encoder = kind.from_pretrained(location_of(name), config=config, dtype=torch.float32)
             self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or location_of(name))
-        except Exception as error:  # transformers raises OSError, ValueError, and what a damaged file runs into
-            raise UserError(f"--text_encoder {name}: cannot be loaded ({first_line(error)})") from error
         self.encoder = encoder.eval().requires_grad_(False).to(device)
 
     @cached_property
@@ -88,9 +87,6 @@ class TextEncoder:
 
     def encode_once(self, captions: list[str], cache_dir: Path) -> Path:
         """Encode captions into a file for `EncodedCaptions`, unless it is there already."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         # TF32, where a run allows it, gives less exact states; other runs must not use those.
         contents = self.fingerprint, captions, torch.backends.cuda.matmul.allow_tf32
         key = hashlib.blake2b(repr(contents).encode(), digest_size=16).hexdigest()
@@ -104,16 +100,8 @@ class TextEncoder:
                 states.append(padded[mask.bool()])
                 offsets.append(mask.sum(1).cumsum(0) + offsets[-1][-1])
                 bar.update(len(mask))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            save_file({"states": torch.cat(states), "offsets": torch.cat(offsets)}, aside)
-            aside.replace(path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"cannot write the encoded captions to {cache_dir} ({error}): make room there, or name another folder "
-                f"with --cache_dir"
-            ) from error
+        with user_errors(f"--cache_dir {cache_dir}: the encoded captions cannot be written there", OSError):
+            save_safetensors({"states": torch.cat(states), "offsets": torch.cat(offsets)}, path)
         return path
 
 

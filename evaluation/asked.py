@@ -88,7 +88,7 @@ class Asked:
         self.told = {"prompt" if by_text else "class_labels": told_in_turn}
         # The images take memory that the other processes need not spend as well.
         made = self._classifier_of(real, num_workers, cache_dir) if processes.is_main else None
-        made = processes.all_gather(made)[0]
+        made = processes.broadcast(made)
         if isinstance(made, UserError):
             raise made
         made.network.to(processes.device)

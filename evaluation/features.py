@@ -117,7 +117,7 @@ def _seconds_per_batch(
             for network in networks:
                 pixels = torch.from_numpy(image if network.resize is None else network.resize(image))
                 network.compute(pixels.permute(2, 0, 1).expand(batch_size, -1, -1, -1).to(processes.device))
-            processes.synchronize()
+            processes.synchronize_device()
     return time.perf_counter() - start
 
 
@@ -196,11 +196,11 @@ class _Pass:
         self._keep()
         self._allow_for_none(processes)
         indices = torch.cat(self.indices)
-        count = int(processes.sum(torch.tensor(len(indices))))
+        count = int(processes.all_reduce_sum(torch.tensor(len(indices))))
         order = processes.gather_rows(indices).argsort()
         gathered = {name: processes.gather_rows(torch.cat(parts))[order] for name, parts in sorted(self.kept.items())}
         moments = {
-            name: Moments.of_sums(count, *(processes.sum(part.cpu()) for part in sums))
+            name: Moments.of_sums(count, *(processes.all_reduce_sum(part.cpu()) for part in sums))
             for name, sums in sorted(self.sums.items())
         }
         return Features(

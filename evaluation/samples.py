@@ -168,7 +168,7 @@ def keep_images(
             shown = collection.finish(processes)
     if processes.is_main:
         draw_pictures(options, job, processes, pace, shown, collection.layout, folder)
-    processes.wait()
+    processes.barrier()
     return folder
 
 

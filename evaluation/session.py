@@ -108,7 +108,7 @@ class Session:
         run_dir = Path(options.run_dir).expanduser()
         output_dir = Path(options.output_dir).expanduser() if options.output_dir else run_dir
         models = models_of(options.run_dir, options.checkpoints, options.weights) if processes.is_main else None
-        models = processes.all_gather(models)[0]
+        models = processes.broadcast(models)
         count = DEFAULT_IMAGES if options.num_images is None else options.num_images
         methods = [build_method(options, model) for model in models]
         for model in models:
@@ -137,7 +137,7 @@ class Session:
                 ] + (asked.columns() if asked else [])
                 done = row is not None and all(row.get(column) is not None for column in wanted)
             named = " ".join(filter(None, [job.model.name, job.condition.guidance.name]))
-            if processes.all_gather(done)[0]:
+            if processes.broadcast(done):
                 logger.info("%s (%d of %d) has been measured already", named, number, len(jobs))
                 continue
             logger.info("%s (%d of %d), weights=%s", named, number, len(jobs), job.model.weights)
@@ -270,7 +270,7 @@ class Session:
         """Images of a checkpoint, kept or made now, and a name for the bar unless they come with their own."""
         options, processes = self.options, self.processes
         precision = options.mixed_precision
-        kept = processes.all_gather(kept_images(job, count, precision) if processes.is_main else None)[0]
+        kept = processes.broadcast(kept_images(job, count, precision) if processes.is_main else None)
         if kept is None and options.keep_images:
             kept = keep_images(job, count, options.batch_size, precision, processes)
         if kept is not None:
@@ -318,5 +318,5 @@ class Session:
                 )
             if output_dir is not None:
                 add_result(output_dir, measured, metrics)
-        processes.wait()
+        processes.barrier()
         return metrics

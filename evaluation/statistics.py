@@ -99,7 +99,7 @@ def reference_statistics(
     wanted = [identity_of(images, network) for network in networks]
     found = [_from_cache(identity, cache_dir) for identity in wanted] if processes.is_main else []
     # The main process has looked: a file may come or go in between.
-    missing = processes.all_gather([one is None for one in found])[0]
+    missing = processes.broadcast([one is None for one in found])
     todo = [network for network, absent in zip(networks, missing, strict=True) if absent]
     if todo:
         before()

@@ -232,10 +232,8 @@ def open_collections(
             telling = telling_of(job.model, job.method, processes.device.type)
             records.append(Record(folder, settings, telling, seeds, options.overwrite))
     chosen = next((record.batch_size for record in records if record.batch_size), None)
-    batch_size = processes.all_gather(chosen)[0] or choose_batch_size(
-        jobs[0], processes, len(seeds), how["channels_last"]
-    )
-    begun = processes.all_gather([record.begin(batch_size) for record in records])[0]
+    batch_size = processes.broadcast(chosen) or choose_batch_size(jobs[0], processes, len(seeds), how["channels_last"])
+    begun = processes.broadcast([record.begin(batch_size) for record in records])
     collections = []
     for number, (in_subfolders, missing) in enumerate(begun):
         jobs[number].batches = [batch for batch in divide(seeds, batch_size) if missing.intersection(batch)]

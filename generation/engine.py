@@ -77,7 +77,7 @@ def generate(jobs: Sequence[Job], processes: Processes, pace: Pace) -> Iterator[
         return
     running = RunningNetwork(items[0][0], processes, pace)
     log_estimate(items, processes, pace, running.warm_up())
-    taken = processes.shared_count()
+    taken = processes.shared_counter()
     stopped, made = False, 0
     with _Bar(processes, items) as bar:
         while not stopped and (number := taken.add(1)) < len(items):
@@ -169,10 +169,10 @@ class RunningNetwork:
         with torch.inference_mode(), self.processes.accelerator.autocast():
             predict = self.job.condition.predict_for(self.network, seeds)
             for _ in range(2):
-                self.processes.synchronize()
+                self.processes.synchronize_device()
                 start = time.perf_counter()
                 predict(samples, t)
-                self.processes.synchronize()
+                self.processes.synchronize_device()
         return time.perf_counter() - start
 
     def _pad(self, seeds: list[int]) -> list[int]:
@@ -229,7 +229,7 @@ class _Bar:
     """Images of all processes together, counted by denoising steps: a single batch can take minutes."""
 
     def __init__(self, processes: Processes, items: list[tuple[Job, list[int]]]):
-        self.done = processes.shared_count()
+        self.done = processes.shared_counter()
         self.images, self.unreported, self.last_report = 0, 0, 0.0
         steps = len(items[0][0].method.timesteps) if items else 1
         self.bar = progress_bar(

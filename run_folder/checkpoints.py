@@ -30,7 +30,7 @@ from run_folder.config import TrainingConfig
 if TYPE_CHECKING:
     import torch
 
-    from training.loop import TrainingState
+    from training.setup import TrainingState
 
     CheckpointFile = str | dict[str, torch.Tensor]
 
@@ -268,10 +268,10 @@ def checkpoint_files(state: TrainingState) -> dict[str, CheckpointFile]:
         {
             f"{kind}.{name}": tensor
             for name, parameter in state.unet.named_parameters()
-            for kind, tensor in state.optimizer.state.get(parameter, {}).items()
+            for kind, tensor in state.update.optimizer.state.get(parameter, {}).items()
         }
     )
-    files["sampler.safetensors"] = copy_out(state.timesteps.state_dict())
+    files["sampler.safetensors"] = copy_out(state.loss.state_dict())
     if state.condition is not None:
         files[CONDITION_FILE] = as_json(state.condition)
     files[STATE] = as_json(state.numbers())
@@ -279,7 +279,7 @@ def checkpoint_files(state: TrainingState) -> dict[str, CheckpointFile]:
 
 
 def networks_of(state: TrainingState) -> dict[str, torch.nn.Module]:
-    return {"raw": state.unet} | ({} if state.ema is None else {"ema": state.ema.ema_model})
+    return {"raw": state.unet} | ({} if state.update.ema is None else {"ema": state.update.ema.ema_model})
 
 
 def copy_out(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -310,7 +310,7 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
         load_optimizer_tensors(state, read("optimizer.safetensors"))
         # What one timestep sampler has learned says nothing to another.
         if numbers["settings"]["timestep_sampler"] == state.settings["timestep_sampler"]:
-            state.timesteps.load_state_dict(read("sampler.safetensors"))
+            state.loss.load_state_dict(read("sampler.safetensors"))
     except (RuntimeError, FileNotFoundError, KeyError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
@@ -339,4 +339,6 @@ def load_optimizer_tensors(state: TrainingState, tensors: dict[str, torch.Tensor
     for name, tensor in tensors.items():
         kind, _, parameter = name.partition(".")
         saved.setdefault(index_of[parameter], {})[kind] = tensor
-    state.optimizer.load_state_dict({"state": saved, "param_groups": state.optimizer.state_dict()["param_groups"]})
+    state.update.optimizer.load_state_dict(
+        {"state": saved, "param_groups": state.update.optimizer.state_dict()["param_groups"]}
+    )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from common import interruption
-from common.errors import UserError
+from common.errors import UserError, user_errors
 from common.files import LOCK_FILE, first_existing, lock, replace_folder, write_atomically
 from run_folder.checkpoints import CONDITION_FILE, PREFIX, find_checkpoint
 from run_folder.config import ConditionalConfig, TrainingConfig
@@ -36,6 +36,7 @@ NOT_PUSHED = (
     *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in PIPELINE_FOLDERS)),
     *("evaluation_results.json", "evaluation_per_class.csv"),
 )
+QUARTERS = 4  # of the timesteps, whose losses a line of metrics tells apart: loss_q0 to loss_q3
 # Per parameter: raw weights, moving average and the two moments of Adam, four bytes each.
 BYTES_PER_PARAMETER = 16
 
@@ -183,7 +184,7 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
     checkpoint = None
     if processes.is_main:
         path = Path(config.output_dir)
-        try:
+        with user_errors(f"--output_dir {path}: cannot be written", OSError):
             if path.exists():
                 lock(path)
             checkpoint = find_checkpoint(config)
@@ -191,11 +192,9 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
                 remove_run(config)
             path.mkdir(parents=True, exist_ok=True)
             lock(path)
-        except OSError as error:
-            raise UserError(f"--output_dir {path}: cannot be written ({error.strerror})") from error
         if checkpoint is None and RunFolder(path).is_run:
             logger.info("There is no checkpoint in %s: the run starts at step 0", path)
-    checkpoint = processes.all_gather(checkpoint)[0]
+    checkpoint = processes.broadcast(checkpoint)
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(f"{checkpoint}: not to be seen from process {processes.index}; the processes must share it")
     return checkpoint

@@ -36,7 +36,7 @@ from run_folder.folder import PICTURES, PIPELINE_FOLDERS, PUSHED, SAMPLES, RunFo
 
 if TYPE_CHECKING:
     from run_folder.config import TrainingConfig
-    from training.loop import TrainingState
+    from training.setup import TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ PATIENCE = 600.0  # seconds after which no attempt is begun: the upload of large
 
 def publish(config: TrainingConfig, state: TrainingState) -> None:
     """Write the card of a finished run and, if asked, push the run."""
-    weights = "raw" if state.ema is None else "moving-average"
+    weights = "raw" if state.update.ema is None else "moving-average"
     write_model_card(config, state.step, weights, state.condition)
     if config.push_to_hub:
         address = push_to_hub(config, state.step)

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError, first_cause, first_line
+from common.errors import UserError, first_cause, first_line, user_errors
 from common.files import sha256
 from run_folder.checkpoints import (
     CONDITION_FILE,
@@ -107,11 +107,10 @@ class SavedModel:
         """Load the network, ready for inference."""
         import diffusers
 
-        try:
+        # diffusers raises whatever a wrong file runs into.
+        with user_errors(f"{self.network_folder}: cannot be loaded", Exception):
             network_class = getattr(diffusers, self.network_config["_class_name"])
             network = network_class.from_pretrained(self.network_folder)
-        except Exception as error:  # diffusers raises whatever a wrong file runs into
-            raise UserError(f"{self.network_folder}: cannot be loaded ({first_line(error)})") from error
         return network.to(device).eval()
 
 
@@ -263,12 +262,12 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
     if weights not in (None, held):
         what = "one set of weights" if held == "pipeline" else f"the {held} weights"
         raise UserError(f"--weights {weights}: {name} is a pipeline and holds only {what}")
-    try:
+    with user_errors(f"{folder} is not a whole pipeline", OSError, ValueError):
         network_config = read_file(network, "config.json")
         scheduler_config = read_file(scheduler, "scheduler_config.json")
-        weights_file = next(path for path in sorted(network.glob("diffusion_pytorch_model.*")) if path.is_file())
-    except (OSError, ValueError, StopIteration) as error:
-        raise UserError(f"{folder} is not a whole pipeline ({first_line(error) or 'it has no weights'})") from error
+    weights_file = next((path for path in sorted(network.glob("diffusion_pytorch_model.*")) if path.is_file()), None)
+    if weights_file is None:
+        raise UserError(f"{folder} is not a whole pipeline (it has no weights)")
     if network_config.get("in_channels") != network_config.get("out_channels"):
         raise UserError(f"{name}: its network predicts a variance too, which no sampler here uses")
     if network_config.get("sample_size") is None or network_config["in_channels"] not in (1, 3, 4):
