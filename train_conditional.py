@@ -17,7 +17,7 @@ def main() -> None:
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
-    from conditions.condition import check_condition, find_annotations, load_condition
+    from conditions.training_condition import check_condition, find_annotations, load_condition
     from image_data.training_images import load_training_images, open_source
     from training.setup import build_run, check_before_work, execute
 

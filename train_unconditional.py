@@ -16,7 +16,7 @@ def main() -> None:
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
-    from conditions.condition import Unconditional
+    from conditions.condition import NoCondition
     from image_data.training_images import load_training_images, open_source
     from training.setup import build_run, check_before_work, execute
 
@@ -25,7 +25,7 @@ def main() -> None:
 
     # The images; the network is told nothing of them.
     images = load_training_images(config, open_source(config, processes), processes)
-    run = build_run(config, processes, images, Unconditional())
+    run = build_run(config, processes, images, NoCondition())
 
     # Say what this run is, train it or go on with it, and make its folder a pipeline with a card.
     execute(run)

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import yaml
 
 from common.errors import UserError
 from common.files import write_atomically
-from conditions.guidance import conditions_at, read_condition
+from conditions.guidance import conditions_at
 from evaluation.classifier import load_classifier
 from evaluation.image_sets import batches_of
 from evaluation.metrics import Moments, frechet_distance
@@ -23,11 +22,11 @@ from evaluation.statistics import MOST_FEATURES_KEPT
 from generation.generate_options import ConditionOptions
 from image_data.annotations import find_captions, find_labels, templates_filled
 from image_data.sources import spread
-from run_folder.saved_model import CONFIG
+from run_folder.folder import RunFolder
 
 if TYPE_CHECKING:
     from common.processes import Processes
-    from conditions.guidance import NoCondition
+    from conditions.guidance import GenerationCondition
     from evaluation.classifier import Classifier
     from evaluation.features import Features
     from evaluation.image_sets import Batch, EncodedImages
@@ -60,7 +59,7 @@ class Asked:
         cache_dir: Path,
         processes: Processes,
     ):
-        self.config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+        self.config = vars(RunFolder(run_dir).read_config())
         self.processes, self.classifier, self.count = processes, None, count
         rows = torch.as_tensor(real.rows)
         by_text = self.config["condition"] == "text"
@@ -106,7 +105,7 @@ class Asked:
         classifier.network.cpu()
         return classifier
 
-    def conditions(self, model: SavedModel, scales: list[float]) -> list[NoCondition]:
+    def conditions(self, model: SavedModel, scales: list[float]) -> list[GenerationCondition]:
         """What the models of a run are told, at each guidance scale."""
         return conditions_at(scales, ConditionOptions(**self.told), model, self.processes.device)
 
@@ -179,7 +178,7 @@ def moments_of(features: torch.Tensor) -> Moments:
 
 def check_unconditional(model: SavedModel, scales: list[float]) -> None:
     """Raise for guidance of a model that has none."""
-    if read_condition(model) is None and scales != [1.0]:
+    if model.condition is None and scales != [1.0]:
         shown = " ".join(f"{scale:g}" for scale in scales)
         raise UserError(f"--guidance_scales {shown}: {model.name} was trained without a condition")
 

@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 from common.errors import UserError
 from common.options import NOT_NEGATIVE, POSITIVE, facts_of, option, parse_options, section
 from generation.generate_options import SamplerOptions, check_sampler
+from run_folder.folder import RunFolder
 
 FEWEST_IMAGES = 10  # the Inception Score takes ten splits, and an image needs five neighbours
-RUN_CONFIG = "config.yaml"
 MODES = ("legacy_tensorflow", "clean", "legacy_pytorch")
 
 
@@ -160,7 +160,8 @@ def validate(options: EvaluationOptions) -> None:
         value = getattr(options, name)
         if value and not Path(value).expanduser().exists():
             raise UserError(f"--{name} {value}: there is no such file or folder ({Path(value).resolve()})")
-    if options.run_dir and not (Path(options.run_dir).expanduser() / RUN_CONFIG).is_file():
+    run_config = RunFolder(Path(options.run_dir or "").expanduser()).config_file
+    if options.run_dir and not run_config.is_file():
         raise UserError(
-            f"--run_dir {options.run_dir}: no run is there (no {RUN_CONFIG}); images are measured with --generated"
+            f"--run_dir {options.run_dir}: no run is there (no {run_config.name}); images are measured with --generated"
         )

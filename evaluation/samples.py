@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import yaml
 
 from common import interruption
 from common.errors import UserError
@@ -23,7 +21,8 @@ from generation.generate_options import GenerationOptions
 from generation.pictures import draw_pictures
 from image_data.sources import load_images
 from run_folder.checkpoints import WEIGHTS, checkpoints
-from run_folder.saved_model import CONFIG, METRICS, PIPELINE, SavedModel, find_models, output_folder
+from run_folder.folder import RunFolder
+from run_folder.saved_model import SavedModel, find_models, output_folder
 
 if TYPE_CHECKING:
     from common.processes import Processes
@@ -42,33 +41,32 @@ def models_of(run_dir: str, steps: list[str], weights: str | None) -> list[Saved
         models = find_models(run_dir, steps, weights)
         return [_at_last_step(model) for model in models]
     models = find_models(run_dir, steps or ["all"], weights)
-    if not steps and weights != "raw" and (run / PIPELINE).is_file():
+    if not steps and weights != "raw" and RunFolder(run).pipeline_file.is_file():
         models += _pipeline_beside(run, models)
     return models
 
 
 def _at_last_step(pipeline: SavedModel) -> SavedModel:
     """A pipeline without checkpoints is what the run ended with."""
-    lines = (pipeline.path / METRICS).read_text(encoding="utf-8").splitlines()
+    lines = RunFolder(pipeline.path).read_metrics()
     if not lines:
         return pipeline
-    last = json.loads(lines[-1])
-    return replace(pipeline, step=last["step"], train_seconds=last["train_seconds"])
+    return replace(pipeline, step=lines[-1]["step"], train_seconds=lines[-1]["train_seconds"])
 
 
 def _pipeline_beside(run: Path, models: list[SavedModel]) -> list[SavedModel]:
-    weights = run / "unet" / WEIGHTS
+    weights = RunFolder(run).network_folder / WEIGHTS
     digest = sha256(weights) if weights.is_file() else None
     if digest is None or digest in {model.sha256 for model in models}:
         return []
     logger.info("The pipeline in %s holds other weights than the checkpoints, of a step that nothing tells", run)
-    beside = {"path": run, "step": None, "train_seconds": None, "sha256": digest, "network_folder": run / "unet"}
+    beside = {"path": run, "step": None, "train_seconds": None, "sha256": digest, "network_folder": weights.parent}
     return [replace(models[-1], name="pipeline", **beside)]
 
 
 def training_images(run_dir: str, split: str, cache_dir: str | None, num_workers: int) -> EncodedImages:
     """The very images that a run was trained on, or of another split, at its resolution, cropped at the centre."""
-    config = yaml.safe_load((Path(run_dir).expanduser() / CONFIG).read_text(encoding="utf-8"))
+    config = vars(RunFolder(Path(run_dir).expanduser()).read_config())
     source = load_images(
         dataset_name=config["dataset_name"],
         dataset_config_name=config["dataset_config_name"],

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import yaml
 
 from common import interruption
 from common.errors import UserError
 from common.machine import default_num_workers
-from conditions.guidance import ALL, NoCondition, conditions_at, read_condition
+from conditions.guidance import ALL, GenerationCondition, conditions_at
 from evaluation.asked import Asked, add_classes, check_unconditional, describe_classes
 from evaluation.curves import draw_guidance, draw_run
 from evaluation.evaluate_options import FEWEST_IMAGES
@@ -45,8 +44,8 @@ from generation.collection import RECORD
 from generation.engine import Job
 from generation.generate_options import ConditionOptions, build_method
 from image_data.sources import load_images, spread
+from run_folder.folder import RunFolder
 from run_folder.publish import update_evaluation
-from run_folder.saved_model import CONFIG
 
 if TYPE_CHECKING:
     from common.processes import Processes
@@ -151,8 +150,8 @@ class Session:
                     f"{output_dir / RESULTS}; start the same command again to continue"
                 ) from stop
             if processes.is_main and job.model.step is not None:
-                config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
-                log_to_tensorboard(output_dir / config["logging_dir"], measured, metrics)
+                logging_dir = RunFolder(run_dir).read_config().logging_dir
+                log_to_tensorboard(output_dir / logging_dir, measured, metrics)
         if processes.is_main:
             rows = read_results(output_dir)
             print(f"\n{describe_rows(rows, count)}\n")
@@ -160,11 +159,13 @@ class Session:
                 logger.info("Drew %s", picture)
             update_evaluation(output_dir)
 
-    def _asked(self, model: SavedModel, images: ImageSet | None, count: int) -> tuple[Asked | None, list[NoCondition]]:
+    def _asked(
+        self, model: SavedModel, images: ImageSet | None, count: int
+    ) -> tuple[Asked | None, list[GenerationCondition]]:
         """For a conditional run what its samples are to show, and what they are told at every guidance scale."""
-        options, told = self.options, read_condition(model)
+        options, told = self.options, model.condition
         if told is None:
-            return None, [NoCondition()]
+            return None, [GenerationCondition()]
         try:
             real = images
             if not self._reference_is_labelled:
