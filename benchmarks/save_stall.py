@@ -24,9 +24,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from common.processes import start_processes  # noqa: E402
-from conditions.condition import Unconditional  # noqa: E402
+from conditions.condition import NoCondition  # noqa: E402
 from image_data.training_images import load_training_images, open_source  # noqa: E402
-from run_folder.checkpoint_files import CheckpointWriter, checkpoint_files  # noqa: E402
+from run_folder.checkpoints import CheckpointWriter, checkpoint_files  # noqa: E402
 from run_folder.config import parse_config  # noqa: E402
 from training.setup import build_run  # noqa: E402
 
@@ -43,9 +43,9 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     # The paper's network; the images do not matter.
     config = parse_config(["--dataset_name=digits", "--resolution=32", "--channels=3", "--train_batch_size=1"])
-    processes = start_processes("no", config.allow_tf32)
+    processes = start_processes(config)
     images = load_training_images(config, open_source(config, processes), processes)
-    run = build_run(config, processes, images, Unconditional())
+    run = build_run(config, processes, images, NoCondition())
     device, state, unet = processes.device, run.state, run.state.unet
     images = torch.randn(1, 3, 32, 32, device=device)
 

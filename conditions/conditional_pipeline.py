@@ -29,11 +29,10 @@ def guide(conditional: torch.Tensor, unconditional: torch.Tensor, scale: float, 
 def encode_prompts(
     tokenizer, text_encoder, prompts: list[str], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The encoder's last hidden states, [prompts, tokens, width], and which tokens are each prompt's, 1 or 0.
+    """Return the encoder's last hidden states, [prompts, tokens, width], and which tokens are each prompt's, 1 or 0.
 
-    The encoder computes on the device, which it may be brought to for that alone; the result is on the host.
-
-    Prompts of as many tokens are encoded together, without padding: what becomes of one does not depend on the others.
+    The encoder computes on the device; the result is on the host. Only prompts of the same number of tokens are
+    encoded together, without padding, so that the states of one do not depend on the others.
     """
     longest = min(tokenizer.model_max_length, getattr(text_encoder.config, "max_position_embeddings", 512))
     tokens = tokenizer(prompts, truncation=True, max_length=longest)["input_ids"]
@@ -49,20 +48,21 @@ def encode_prompts(
 
 
 class ConditionalDDPMPipeline(DiffusionPipeline):
-    """What the two kinds have in common: ancestral sampling with guidance."""
+    """Ancestral sampling with guidance, which both kinds of condition share."""
 
-    def _draw(
+    @torch.no_grad()
+    def _sample(
         self,
-        conditional: dict[str, torch.Tensor],
-        unconditional: dict[str, torch.Tensor],
-        count: int,
-        guidance_scale: float,
-        guidance_rescale: float,
-        num_inference_steps: int,
-        generator: torch.Generator | list[torch.Generator] | None,
-        output_type: str,
+        conditions: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
+        guidance_scale: float = 1.0,
+        guidance_rescale: float = 0.0,
+        num_inference_steps: int = 1000,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        output_type: str = "pil",
     ) -> ImagePipelineOutput:
-        size = self.unet.config.sample_size
+        """Draw an image for each row of the network's inputs: those with the condition, and those without it."""
+        conditional, unconditional = conditions
+        count, size = len(next(iter(conditional.values()))), self.unet.config.sample_size
         shape = (count, self.unet.config.in_channels, size, size)
         samples = randn_tensor(shape, generator=generator, device=self._execution_device, dtype=self.unet.dtype)
         self.scheduler.set_timesteps(num_inference_steps)
@@ -86,24 +86,13 @@ class ClassConditionalDDPMPipeline(ConditionalDDPMPipeline):
         self.register_modules(unet=unet, scheduler=scheduler)
         self.register_to_config(id2label=id2label)
 
-    @torch.no_grad()
-    def __call__(
-        self,
-        class_labels: list[str | int],
-        guidance_scale: float = 1.0,
-        guidance_rescale: float = 0.0,
-        num_inference_steps: int = 1000,
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        output_type: str = "pil",
-    ) -> ImagePipelineOutput:
+    def __call__(self, class_labels: list[str | int], guidance_scale: float = 1.0, **sampling) -> ImagePipelineOutput:
+        """Draw the images. `sampling`: guidance_rescale, num_inference_steps, generator, output_type."""
         numbers = {name: int(number) for number, name in (self.config.id2label or {}).items()}
         wanted = [numbers[label] if isinstance(label, str) else label for label in class_labels]
         labels = torch.tensor(wanted, device=self._execution_device)
         none = torch.full_like(labels, self.unet.config.num_class_embeds - 1)  # the last one stands for no class
-        conditions = {"class_labels": labels}, {"class_labels": none}
-        return self._draw(
-            *conditions, len(wanted), guidance_scale, guidance_rescale, num_inference_steps, generator, output_type
-        )
+        return self._sample(({"class_labels": labels}, {"class_labels": none}), guidance_scale, **sampling)
 
 
 class TextToImageDDPMPipeline(ConditionalDDPMPipeline):
@@ -115,26 +104,15 @@ class TextToImageDDPMPipeline(ConditionalDDPMPipeline):
         super().__init__()
         self.register_modules(unet=unet, scheduler=scheduler, text_encoder=text_encoder, tokenizer=tokenizer)
 
-    @torch.no_grad()
     def __call__(
-        self,
-        prompt: str | list[str],
-        negative_prompt: str = "",
-        guidance_scale: float = 1.0,
-        guidance_rescale: float = 0.0,
-        num_inference_steps: int = 1000,
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        output_type: str = "pil",
+        self, prompt: str | list[str], negative_prompt: str = "", guidance_scale: float = 1.0, **sampling
     ) -> ImagePipelineOutput:
+        """Draw the images. `sampling`: guidance_rescale, num_inference_steps, generator, output_type."""
         prompts = [prompt] if isinstance(prompt, str) else prompt
-        conditions = [
-            dict(zip(("encoder_hidden_states", "encoder_attention_mask"), self._encode(texts), strict=True))
-            for texts in (prompts, [negative_prompt] * len(prompts))
-        ]
-        return self._draw(
-            *conditions, len(prompts), guidance_scale, guidance_rescale, num_inference_steps, generator, output_type
-        )
+        conditions = self._encode(prompts), self._encode([negative_prompt] * len(prompts))
+        return self._sample(conditions, guidance_scale, **sampling)
 
-    def _encode(self, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        states, mask = encode_prompts(self.tokenizer, self.text_encoder, prompts, self._execution_device)
-        return states.to(self._execution_device, self.unet.dtype), mask.to(self._execution_device)
+    def _encode(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        device = self._execution_device
+        states, mask = encode_prompts(self.tokenizer, self.text_encoder, prompts, device)
+        return {"encoder_hidden_states": states.to(device, self.unet.dtype), "encoder_attention_mask": mask.to(device)}

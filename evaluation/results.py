@@ -14,10 +14,11 @@ from pathlib import Path
 from common.errors import UserError
 from common.files import write_atomically
 from evaluation.metrics import METRICS, SPREAD, Metric, metric_of
+from run_folder.folder import BEST_SCORES, RESULTS
 
 logger = logging.getLogger(__name__)
 
-RESULTS, BEST, AS_JSON = "evaluation_results.csv", "best_scores.csv", "evaluation_results.json"
+AS_JSON = "evaluation_results.json"
 
 Row = dict[str, str | int | float | None]
 
@@ -99,7 +100,7 @@ def _write(output_dir: Path, rows: list[Row]) -> None:
     without_blanks = [{name: value for name, value in row.items() if value is not None} for row in rows]
     write_atomically(output_dir / RESULTS, as_csv([*KEYS, *metric_columns(rows)], rows))
     write_atomically(output_dir / AS_JSON, json.dumps(without_blanks, indent=2) + "\n")
-    write_atomically(output_dir / BEST, as_csv(["metric", "best", *KEYS], best_scores(rows)))
+    write_atomically(output_dir / BEST_SCORES, as_csv(["metric", "best", *KEYS], best_scores(rows)))
 
 
 def metric_columns(rows: list[Row]) -> list[str]:

@@ -40,7 +40,7 @@ def models_of(run: RunFolder, steps: list[str], weights: str | None) -> list[Sav
         return [_at_last_step(model) for model in find_models(str(run.path), steps, weights)]
     models = find_models(str(run.path), steps or ["all"], weights)
     if not steps and weights != "raw" and run.pipeline_file.is_file():
-        models += _pipeline_beside(run.path, models)
+        models += _pipeline_beside(run, models)
     return models
 
 
@@ -50,13 +50,13 @@ def _at_last_step(pipeline: SavedModel) -> SavedModel:
     return replace(pipeline, step=lines[-1]["step"], train_seconds=lines[-1]["train_seconds"]) if lines else pipeline
 
 
-def _pipeline_beside(run: Path, models: list[SavedModel]) -> list[SavedModel]:
-    weights = run / "unet" / WEIGHTS
+def _pipeline_beside(run: RunFolder, models: list[SavedModel]) -> list[SavedModel]:
+    weights = run.network_folder / WEIGHTS
     digest = sha256(weights) if weights.is_file() else None
     if digest is None or digest in {model.sha256 for model in models}:
         return []
-    logger.info("The pipeline in %s holds other weights than the checkpoints, of an unknown step", run)
-    beside = {"path": run, "step": None, "train_seconds": None, "sha256": digest, "network_folder": run / "unet"}
+    logger.info("The pipeline in %s holds other weights than the checkpoints, of an unknown step", run.path)
+    beside = {"path": run.path, "step": None, "train_seconds": None, "sha256": digest, "network_folder": weights.parent}
     return [replace(models[-1], name="pipeline", **beside)]
 
 

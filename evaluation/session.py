@@ -11,7 +11,7 @@ import torch
 from common import interruption
 from common.errors import UserError
 from common.machine import default_num_workers
-from conditions.guidance import ALL, NoCondition, conditions_at, read_condition
+from conditions.guidance import ALL, GenerationCondition, conditions_at
 from evaluation.condition_accuracy import ConditionAccuracy, add_classes, describe_classes, request_conditions
 from evaluation.curves import draw_guidance, draw_run
 from evaluation.evaluate_options import FEWEST_IMAGES
@@ -107,7 +107,7 @@ class Session:
         models = processes.broadcast(models)
         methods = [build_method(options, model) for model in models]
         for model in models:
-            if read_condition(model) is None and options.guidance_scales != [1.0]:
+            if model.condition is None and options.guidance_scales != [1.0]:
                 scales = " ".join(f"{scale:g}" for scale in options.guidance_scales)
                 raise UserError(f"--guidance_scales {scales}: {model.name} was trained without a condition")
         count = DEFAULT_IMAGES if options.num_images is None else options.num_images
@@ -191,23 +191,22 @@ class Session:
         skipping = options.on_bad_image == "skip" and isinstance(images, EncodedImages)
         return images.without_bad(num_workers) if skipping else images
 
-    def _choose_conditions(self, model: SavedModel, count: int) -> list[NoCondition]:
+    def _choose_conditions(self, model: SavedModel, count: int) -> list[GenerationCondition]:
         """Choose what the samples of a conditional run are to show, at every guidance scale; prepare to check it."""
         options, processes, num_workers = self.options, self.processes, self.extractor.num_workers
-        condition = read_condition(model)
-        if condition is None:
-            return [NoCondition()]
+        if model.condition is None:
+            return [GenerationCondition()]
         try:
             config = self.run.read_config()
             real = self.real_images
             if not self.is_reference_labelled:
                 real = training_images(config, "train", options.cache_dir, num_workers)
-            requested = request_conditions(config, condition, real, count)
+            requested = request_conditions(config, model.condition, real, count)
             if requested.class_names:
                 self.accuracy = ConditionAccuracy(requested, real, num_workers, self.cache_dir, processes)
             shown = requested.options
         except UserError as error:
-            if condition["condition"] != "class":
+            if model.condition["condition"] != "class":
                 raise  # without captions there is nothing to draw
             logger.warning("What the samples show is not checked: %s", error)
             shown = ConditionOptions(class_labels=[ALL])

@@ -15,7 +15,7 @@ import torch
 from common import interruption
 from common.errors import UserError, first_line
 from common.progress import progress_bar
-from conditions.guidance import NoCondition
+from conditions.guidance import GenerationCondition
 from generation.generate_options import BATCHES_TO_SHARE, SMALLEST_BATCH
 from schedulers.denoising_loop import denoise, to_uint8
 
@@ -39,7 +39,7 @@ class Job:
     model: SavedModel
     method: SamplingMethod
     batches: list[list[int]] = field(default_factory=list)
-    condition: NoCondition = NoCondition()  # what the network is told to draw
+    condition: GenerationCondition = GenerationCondition()  # what the network is told to draw
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import yaml
 from PIL import Image
 
 from common.errors import UserError
@@ -20,7 +19,7 @@ from generation.writers import said_in_one_line, written_aside
 from image_data.grid import beside_names, image_grid, side_by_side
 from image_data.sources import load_images
 from image_data.store import prepare_images
-from run_folder.saved_model import CONFIG
+from run_folder.folder import RunFolder
 from schedulers.denoising_loop import NOISE_KEY, to_uint8
 
 if TYPE_CHECKING:
@@ -159,11 +158,11 @@ def load_training_images(
     """The images that a run was trained on, or those that are named, in the model's size."""
     config = {"dataset_name": dataset_name, "train_data_dir": train_data_dir}
     if not (dataset_name or train_data_dir):
-        if not (run / CONFIG).exists():
+        if not RunFolder(run).config_file.exists():
             raise UserError(
                 "--nearest: the model is not of a run; name its images with --dataset_name or --train_data_dir"
             )
-        config = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
+        config = vars(RunFolder(run).read_config())
     names = "dataset_name dataset_config_name train_data_dir image_column cache_dir max_train_samples".split()
     source = load_images(**{name: config.get(name) for name in names})
     channels, height, width = shape

@@ -1,20 +1,53 @@
-"""Checkpoints as folders: their names, and the manifest by which one knows that nothing of them is missing.
+"""Checkpoints: a folder that is whole or not there, and that holds no code.
 
-checkpoint-<step>/
-    unet/  unet_ema/    what networks are in them: checkpoint_files.py writes, saved_model.py reads
-    state.json          step, training time and other numbers
-    manifest.json       size and SHA-256 of every other file, written last
+    checkpoint-<step>/
+        unet/  unet_ema/          diffusers folders, safetensors
+        optimizer.safetensors     exp_avg, exp_avg_sq and step of every parameter, by name
+        sampler.safetensors       the state of the timestep sampler
+        condition.json            classes, or encoder and vocabulary, if the network has a condition
+        state.json                step, training time and the few numbers that are not tensors
+        manifest.json             size and SHA-256 of every other file, written last
+
+Learning rate, noise, data order and sampling points are functions of the step, so nothing else is needed.
 """
 
-import json
-from pathlib import Path
+from __future__ import annotations
 
-from common.files import sha256, sync, write_atomically
+import json
+import logging
+import shutil
+import threading
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common import interruption
+from common.errors import RunFailed, UserError
+from common.files import replace_folder, sha256, sync, write_atomically
+from common.options import facts_of
+from run_folder.config import ConditionalConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from training.setup import TrainingState
+
+    CheckpointFile = str | dict[str, torch.Tensor]
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 PREFIX = "checkpoint-"
-MANIFEST = "manifest.json"
+MANIFEST, STATE, CONDITION_FILE = "manifest.json", "state.json", "condition.json"
+NETWORK_FOLDERS = {"raw": "unet", "ema": "unet_ema"}
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+# A run with another of these is no continuation of the same run.
+FIXED = {
+    *("images", "class_names", "encoder"),
+    *(name for name, facts in facts_of(ConditionalConfig).items() if facts.fixed),
+}
 
 
 class InvalidCheckpoint(Exception):
@@ -25,29 +58,126 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix(PREFIX))
 
 
-def newest(output_dir: Path) -> Path | None:
-    return next(reversed(checkpoints(output_dir)), None)
-
-
 def checkpoints(output_dir: Path) -> list[Path]:
-    """The checkpoint folders of a run, oldest first."""
+    """Return the checkpoint folders of a run, oldest first."""
     found = [path for path in output_dir.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
     return sorted(found, key=step_of)
 
 
-def write_manifest(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in [*files, *(path for path in folder.rglob("*") if path.is_dir())]:
+def newest(output_dir: Path) -> Path | None:
+    return next(reversed(checkpoints(output_dir)), None)
+
+
+def describe(error: Exception) -> str:
+    return getattr(error, "strerror", None) or " ".join(str(error).split())
+
+
+# Writing
+
+
+class CheckpointWriter:
+    """Writes checkpoints while the training goes on.
+
+    `save` copies the tensors out and returns; a thread does the rest. A second save waits for the first. A save that
+    fails, on a full disk for example, is reported and leaves the earlier checkpoints as they are.
+    """
+
+    def __init__(self, config: TrainingConfig, resumed_from: Path | None):
+        self.config, self.resumed_from = config, resumed_from
+        self.output_dir = Path(config.output_dir)
+        self.thread: threading.Thread | None = None
+        self.failure: Exception | None = None
+
+    def save(self, state: TrainingState) -> None:
+        self.wait()
+        files = checkpoint_files(state)
+        self.thread = threading.Thread(target=self._write, args=(self.output_dir / f"{PREFIX}{state.step}", files))
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+
+    def finish(self, state: TrainingState) -> None:
+        """End a run: try once more to save what could not be saved; it is an error if that fails too."""
+        self.wait()
+        if self.failure is not None:
+            self.save(state)
+            self.wait()
+        if self.failure is not None:
+            raise RunFailed(
+                f"step {state.step} could not be saved ({describe(self.failure)}); "
+                f"the last good checkpoint is {newest(self.output_dir)}"
+            )
+
+    def _write(self, target: Path, files: dict[str, CheckpointFile]) -> None:
+        self.failure = None
+        aside = target.with_name(f".{target.name}.tmp")
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            write_files(aside, files)
+            replace_folder(aside, target)
+            sync(target.parent)
+            interruption.fault_point("save-renamed")
+            self._prune()
+            logger.info("Saved %s", target)
+        except Exception as error:  # of whatever kind: the training must go on
+            self.failure = error
+            shutil.rmtree(aside, ignore_errors=True)
+            logger.warning(
+                "%s could not be saved: %s. The training goes on, the next save tries again; the last good one is %s",
+                target.name,
+                describe(error),
+                newest(self.output_dir),
+            )
+
+    def _prune(self) -> None:
+        """Remove the oldest beyond the limit, but none of --keep_every and not the one this process came from."""
+        kept_for_ever = self.config.keep_every
+        found = [path for path in checkpoints(self.output_dir) if not kept_for_ever or step_of(path) % kept_for_ever]
+        for folder in found[: -self.config.checkpoints_total_limit]:
+            if self.resumed_from is None or folder.resolve() != self.resumed_from.resolve():
+                # Renamed first: a folder that is half removed must not look like a checkpoint.
+                doomed = folder.rename(folder.with_name(f".{folder.name}.old"))
+                interruption.fault_point("prune")
+                shutil.rmtree(doomed)
+
+
+def write_files(folder: Path, files: dict[str, CheckpointFile]) -> None:
+    """Write the files of a checkpoint and, when the disk has them, the manifest."""
+    from safetensors.torch import save_file
+
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, str):
+            path.write_text(content, encoding="utf-8")
+        else:
+            save_file(content, path, metadata={"format": "pt"})
+        interruption.fault_point("save-file")
+    for path in folder.rglob("*"):
         sync(path)
-    entries = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)} for path in files
-    }
+    entries = {name: manifest_entry(folder / name) for name in sorted(files)}
     write_atomically(folder / MANIFEST, as_json({"format_version": FORMAT_VERSION, "files": entries}))
     sync(folder)
+    interruption.fault_point("save-manifest")
+
+
+def manifest_entry(file: Path) -> dict[str, int | str]:
+    return {"size": file.stat().st_size, "sha256": sha256(file)}
+
+
+def as_json(value: object) -> str:
+    return json.dumps(value, indent=2)
+
+
+# Reading
 
 
 def verify(folder: Path, parts: tuple[str, ...] = ("",)) -> dict[str, str]:
-    """The hash of every file; InvalidCheckpoint unless each is there with the size and hash it was written with.
+    """Return the hash of every file; InvalidCheckpoint unless each has the size and hash it was written with.
 
     `parts` are the beginnings of the names to look at, for readers that need only some of the files.
     """
@@ -55,21 +185,162 @@ def verify(folder: Path, parts: tuple[str, ...] = ("",)) -> dict[str, str]:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         manifest = json.loads(text)
         version, entries = manifest["format_version"], manifest["files"].items()
-        wanted = {name: (entry["size"], entry["sha256"]) for name, entry in entries if name.startswith(parts)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidCheckpoint(f"manifest.json is missing or unreadable ({type(error).__name__})") from error
+        raise InvalidCheckpoint(f"{MANIFEST} is missing or unreadable ({type(error).__name__})") from error
     if as_json(manifest) != text:
-        raise InvalidCheckpoint("manifest.json is not what was written")
+        raise InvalidCheckpoint(f"{MANIFEST} is not what was written")
     if version != FORMAT_VERSION:
         raise InvalidCheckpoint(f"its format is version {version}, this program reads {FORMAT_VERSION}")
-    for name, (size, digest) in wanted.items():
-        path = folder / name
-        if not path.is_file():
+    wanted = {name: entry for name, entry in entries if name.startswith(parts)}
+    for name, entry in wanted.items():
+        if not (folder / name).is_file():
             raise InvalidCheckpoint(f"{name} is missing")
-        if path.stat().st_size != size or sha256(path) != digest:
+        if manifest_entry(folder / name) != entry:
             raise InvalidCheckpoint(f"{name} is not what was written")
-    return {name: digest for name, (_, digest) in wanted.items()}
+    return {name: entry["sha256"] for name, entry in wanted.items()}
 
 
-def as_json(value: object) -> str:
-    return json.dumps(value, indent=2)
+def read_file(folder: Path, name: str) -> dict:
+    """Read the numbers or the tensors of a file of a checkpoint."""
+    from safetensors.torch import load_file
+
+    path = folder / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else load_file(path)
+
+
+def find_checkpoint(config: TrainingConfig) -> Path | None:
+    """Return the checkpoint to resume from: the one named, or the newest valid one of the run; None to start anew."""
+    wanted, output_dir = config.resume_from_checkpoint, Path(config.output_dir)
+    if wanted == "none" or (wanted == "latest" and config.overwrite_output_dir):
+        return None
+    if wanted != "latest":
+        return _named_checkpoint(config)
+    for pattern in (f".{PREFIX}*.tmp", f".{PREFIX}*.old"):  # left by a process that was killed
+        for folder in output_dir.glob(pattern):
+            shutil.rmtree(folder)
+    for folder in reversed(checkpoints(output_dir)):
+        try:
+            verify(folder)
+        except InvalidCheckpoint as error:
+            _set_aside(folder, "corrupt", str(error))
+        else:
+            logger.info("Resuming from %s", folder)
+            return folder
+    return None
+
+
+def _named_checkpoint(config: TrainingConfig) -> Path:
+    wanted, output_dir = config.resume_from_checkpoint, Path(config.output_dir)
+    folder = next((path for path in (Path(wanted), output_dir / wanted) if path.is_dir()), None)
+    if folder is None:
+        raise UserError(f"--resume_from_checkpoint {wanted}: there is no such folder")
+    try:
+        verify(folder)
+    except InvalidCheckpoint as error:
+        raise UserError(f"--resume_from_checkpoint {wanted}: not a valid checkpoint: {error}") from error
+    if folder.resolve().parent == output_dir.resolve():
+        if config.overwrite_output_dir:
+            raise UserError(f"--resume_from_checkpoint {wanted}: --overwrite_output_dir would delete it")
+        # Later checkpoints are of another branch now, and must not be taken for the newest.
+        step = step_of(folder)
+        for later in checkpoints(output_dir):
+            if step_of(later) > step:
+                _set_aside(later, "abandoned", f"the run goes on from step {step}")
+    return folder
+
+
+def _set_aside(folder: Path, kind: str, reason: str) -> None:
+    """Rename a checkpoint so that it is no longer taken for one."""
+    renamed = folder.with_name(f"{folder.name}.{kind}")
+    shutil.rmtree(renamed, ignore_errors=True)
+    folder.rename(renamed)
+    logger.warning("%s is set aside as %s: %s", folder, renamed.name, reason)
+
+
+# The state of a training as files, and back
+
+
+def checkpoint_files(state: TrainingState) -> dict[str, CheckpointFile]:
+    """Return every file of a checkpoint and its content, copied: the training may go on changing the originals."""
+    files: dict[str, CheckpointFile] = {}
+    for kind, network in networks_of(state).items():
+        files[f"{NETWORK_FOLDERS[kind]}/config.json"] = network.to_json_string()
+        files[f"{NETWORK_FOLDERS[kind]}/{WEIGHTS}"] = copy_out(network.state_dict())
+    files["optimizer.safetensors"] = copy_out(
+        {
+            f"{kind}.{name}": tensor
+            for name, parameter in state.unet.named_parameters()
+            for kind, tensor in state.update.optimizer.state.get(parameter, {}).items()
+        }
+    )
+    files["sampler.safetensors"] = copy_out(state.loss.state_dict())
+    if state.condition is not None:
+        files[CONDITION_FILE] = as_json(state.condition)
+    files[STATE] = as_json(state.numbers())
+    return files
+
+
+def networks_of(state: TrainingState) -> dict[str, torch.nn.Module]:
+    return {"raw": state.unet} | ({} if state.update.ema is None else {"ema": state.update.ema.ema_model})
+
+
+def copy_out(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
+    """Restore a run's state from a verified checkpoint. Every process reads the files itself."""
+    read = partial(read_file, folder)
+    numbers = read(STATE)
+    changed = changed_settings(numbers["settings"], state.settings)
+    other_task = [change for change in changed if change.split()[0] in FIXED]
+    if other_task and same_run:
+        raise UserError(
+            f"{folder.parent} holds a run with other settings ({'; '.join(other_task)}): choose another --output_dir, "
+            f"delete it with --overwrite_output_dir, or name the checkpoint with --resume_from_checkpoint to go on"
+        )
+    if changed:
+        logger.warning(
+            "Other settings than those of %s: %s. From step %d on this is not the run that it was",
+            folder,
+            "; ".join(changed),
+            numbers["step"],
+        )
+    try:
+        for kind, network in networks_of(state).items():
+            network.load_state_dict(read(f"{NETWORK_FOLDERS[kind]}/{WEIGHTS}"))
+        load_optimizer_tensors(state, read("optimizer.safetensors"))
+        # What one timestep sampler has learned says nothing to another.
+        if numbers["settings"]["timestep_sampler"] == state.settings["timestep_sampler"]:
+            state.loss.load_state_dict(read("sampler.safetensors"))
+    except (RuntimeError, FileNotFoundError, KeyError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{folder} does not fit this configuration ({reason}); use the configuration it was made with, "
+            f"another --output_dir, or --overwrite_output_dir"
+        ) from error
+    state.load_numbers(numbers)
+
+
+def changed_settings(before: dict[str, object], now: dict[str, object]) -> list[str]:
+    """Return each setting that makes another run of this one, with both values.
+
+    A setting that is not written down, because the version had no such setting or the run did not use it, had its
+    default.
+    """
+    defaults = asdict(TrainingConfig())
+    names = sorted(before.keys() | now.keys())
+    pairs = {name: (before.get(name, defaults.get(name)), now.get(name, defaults.get(name))) for name in names}
+    return [f"{name} {earlier} -> {later}" for name, (earlier, later) in pairs.items() if earlier != later]
+
+
+def load_optimizer_tensors(state: TrainingState, tensors: dict[str, torch.Tensor]) -> None:
+    """Load the optimiser's tensors, which have the names of the parameters."""
+    index_of = {name: index for index, (name, _) in enumerate(state.unet.named_parameters())}
+    saved: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, _, parameter = name.partition(".")
+        saved.setdefault(index_of[parameter], {})[kind] = tensor
+    state.update.optimizer.load_state_dict(
+        {"state": saved, "param_groups": state.update.optimizer.state_dict()["param_groups"]}
+    )

@@ -1,4 +1,4 @@
-"""The run's folder: the names of its files, how they are read, and what is checked before anything is made in it."""
+"""The run's folder: the names of its files, how they are read and written, and checks before anything is made in it."""
 
 from __future__ import annotations
 
@@ -6,55 +6,76 @@ import json
 import logging
 import os
 import shutil
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 
-from common.errors import UserError
-from common.files import LOCK_FILE, first_existing, lock
-from conditions.guidance import CONDITION_FILE
-from run_folder.checkpoint_files import find_checkpoint
+from common import interruption
+from common.errors import UserError, user_errors
+from common.files import LOCK_FILE, first_existing, lock, replace_folder, write_atomically
+from run_folder.checkpoints import CONDITION_FILE, PREFIX, find_checkpoint
 from run_folder.config import ConditionalConfig, TrainingConfig
 
 if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
     from common.processes import Processes
+    from conditions.condition import Condition
 
 logger = logging.getLogger(__name__)
 
+# What a run and its evaluation write, besides checkpoints and logs.
+CONFIG, METRICS, PIPELINE, CARD, SAMPLES = "config.yaml", "metrics.jsonl", "model_index.json", "README.md", "samples"
+RESULTS, BEST_SCORES, PICTURES = "evaluation_results.csv", "best_scores.csv", "*_vs_*.png"
+PIPELINE_FOLDERS = ("unet", "scheduler", "text_encoder", "tokenizer")
+PUSHED = (PIPELINE, CONDITION_FILE, "conditional_pipeline.py", CARD, CONFIG, METRICS, RESULTS, BEST_SCORES, PICTURES)
+NOT_PUSHED = (
+    *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in PIPELINE_FOLDERS)),
+    *("evaluation_results.json", "evaluation_per_class.csv"),
+)
 QUARTERS = 4  # of the timesteps, whose losses a line of metrics tells apart: loss_q0 to loss_q3
-METRICS_FILE, CONFIG_FILE, PIPELINE_FILE = "metrics.jsonl", "config.yaml", "model_index.json"
+# Per parameter: raw weights, moving average and the two moments of Adam, four bytes each.
+BYTES_PER_PARAMETER = 16
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """A run on the disk. It alone knows the names of its files; who wants one asks for it here."""
 
-    path: Path
+    def __init__(self, path: Path | str):
+        self.path = path = Path(path)
+        self.config_file = path / CONFIG
+        self.metrics_file = path / METRICS
+        self.samples = path / SAMPLES
+        self.condition_file = path / CONDITION_FILE
+        self.pipeline_file = path / PIPELINE
+        self.network_folder = path / "unet"  # of the pipeline
+        self.card_file = path / CARD
+        self.best_scores_file = path / BEST_SCORES
+
+    def grid_file(self, step: int) -> Path:
+        return self.samples / f"step-{step}.png"
+
+    def newest_grid(self) -> Path | None:
+        return max(self.samples.glob("step-*.png"), key=lambda path: int(path.stem.removeprefix("step-")), default=None)
 
     @property
-    def metrics_file(self) -> Path:
-        return self.path / METRICS_FILE
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / CONFIG_FILE
-
-    @property
-    def pipeline_file(self) -> Path:
-        return self.path / PIPELINE_FILE
+    def is_run(self) -> bool:
+        return self.metrics_file.exists() and self.config_file.exists()
 
     def read_config(self) -> TrainingConfig:
-        """Read what the run was told, a `ConditionalConfig` if train_conditional.py wrote it."""
+        """Read the options of the run, a `ConditionalConfig` if train_conditional.py wrote them."""
         try:
             values = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
             kind = ConditionalConfig if "condition" in values else TrainingConfig
             known = {entry.name for entry in fields(kind)}
             return kind(**{name: value for name, value in values.items() if name in known})
         except OSError as error:
-            raise UserError(f"{self.path} is not a run: {CONFIG_FILE} cannot be read ({error.strerror})") from error
+            raise UserError(
+                f"{self.path} is not a run: {self.config_file.name} cannot be read ({error.strerror})"
+            ) from error
         except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError) as error:
             raise UserError(f"{self.config_file} is not what a training wrote there") from error
 
@@ -69,15 +90,36 @@ class RunFolder:
                     break
         return lines
 
+    def write_condition(self, condition: Condition) -> None:
+        """Write the parts of the pipeline that a condition adds and that do not change during training."""
+        text = json.dumps(condition.description, indent=2)
+        is_written = self.condition_file.exists() and self.condition_file.read_text(encoding="utf-8") == text
+        if condition.description is None or is_written:
+            return
+        from conditions.condition import PIPELINE_CODE
 
-# Per parameter: raw weights, moving average and the two moments of Adam, four bytes each.
-BYTES_PER_PARAMETER = 16
-WRITTEN_BY_A_RUN = (
-    *(LOCK_FILE, METRICS_FILE, CONFIG_FILE, "samples", "unet", "scheduler", PIPELINE_FILE, "README.md"),
-    *("checkpoint-*", ".checkpoint-*", ".pipeline.tmp", ".unet.old", ".scheduler.old", ".*.tmp"),
-    *("evaluation_results.*", "evaluation_per_class.csv", "best_scores.csv", "*_vs_*.png"),
-    *(CONDITION_FILE, "conditional_pipeline.py", "text_encoder", "tokenizer", ".text_encoder.old", ".tokenizer.old"),
-)
+        for name, part in condition.parts.items():
+            aside = self.path / f".{name}.tmp"
+            shutil.rmtree(aside, ignore_errors=True)
+            part.save_pretrained(aside)
+            replace_folder(aside, self.path / name)
+        shutil.copyfile(PIPELINE_CODE, self.path / PIPELINE_CODE.name)
+        write_atomically(self.condition_file, text)  # last: where it is, the rest is
+
+    def write_pipeline(self, pipeline: DiffusionPipeline, entries: dict[str, object]) -> None:
+        """Make this folder the pipeline, with these entries in its index besides its own."""
+        aside = self.path / ".pipeline.tmp"
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            pipeline.save_pretrained(aside, safe_serialization=True)
+            index = aside / self.pipeline_file.name
+            index.write_text(json.dumps(json.loads(index.read_text()) | entries, indent=2) + "\n", encoding="utf-8")
+            for part in ("unet", "scheduler"):
+                replace_folder(aside / part, self.path / part)
+                interruption.fault_point("pipeline")
+            index.replace(self.pipeline_file)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_disk(config: TrainingConfig, num_parameters: int) -> None:
@@ -100,26 +142,8 @@ def check_disk(config: TrainingConfig, num_parameters: int) -> None:
         )
 
 
-def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
-    """Make the run's folder or take the one that is there; the checkpoint to go on from, if there is one.
-
-    The main process does it and the others hear of it.
-    """
-    checkpoint = None
-    if processes.is_main:
-        path = Path(config.output_dir)
-        try:
-            if path.exists():
-                lock(path)
-            checkpoint = find_checkpoint(config)
-            make_output_dir(config)
-            lock(path)
-        except OSError as error:
-            raise UserError(f"--output_dir {path}: cannot be written ({error.strerror})") from error
-    checkpoint = processes.broadcast(checkpoint)
-    if checkpoint is not None and not checkpoint.is_dir():
-        raise UserError(f"{checkpoint}: not to be seen from process {processes.index}; the processes must share it")
-    return checkpoint
+def _size(count: float) -> str:
+    return f"{count / 2**30:.1f} GB" if count >= 2**30 else f"{count / 2**20:.0f} MB"
 
 
 def check_output_dir(config: TrainingConfig) -> None:
@@ -132,38 +156,52 @@ def check_output_dir(config: TrainingConfig) -> None:
         raise UserError(f"--output_dir {path}: no permission to write in {existing}")
     if existing != path:
         return
-    foreign = sorted(entry.name for entry in path.iterdir() if not of_a_run(entry.name, config))
-    if foreign and not is_run(path):
-        listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
-        raise UserError(
-            f"--output_dir {path}: holds something else than a run ({listed}); choose an empty or new folder"
-        )
-    if is_run(path) and config.resume_from_checkpoint == "none" and not config.overwrite_output_dir:
+    if not RunFolder(path).is_run:
+        foreign = sorted(entry.name for entry in path.iterdir() if not is_of_a_run(entry.name, config))
+        if foreign:
+            listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+            raise UserError(
+                f"--output_dir {path}: holds something else than a run ({listed}); choose an empty or new folder"
+            )
+    elif config.resume_from_checkpoint == "none" and not config.overwrite_output_dir:
         raise UserError(
             f"--output_dir {path} holds a run already; continue it with --resume_from_checkpoint latest, "
             f"delete it with --overwrite_output_dir, or choose another folder"
         )
 
 
-def is_run(path: Path) -> bool:
-    return (path / METRICS_FILE).exists() and (path / CONFIG_FILE).exists()
-
-
-def of_a_run(name: str, config: TrainingConfig) -> bool:
-    """Whether a run writes a file or folder of this name."""
-    patterns = (*WRITTEN_BY_A_RUN, Path(config.logging_dir).parts[0])
+def is_of_a_run(name: str, config: TrainingConfig) -> bool:
+    """Return whether a run writes a file or folder of this name."""
+    patterns = (*PUSHED, *PIPELINE_FOLDERS, SAMPLES, *NOT_PUSHED, Path(config.logging_dir).parts[0])
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def make_output_dir(config: TrainingConfig) -> None:
-    """The folder; to overwrite a run is to remove what a run writes, and nothing else that may be there."""
-    path = Path(config.output_dir)
-    if config.overwrite_output_dir and path.exists():
-        for entry in path.iterdir():
-            if entry.name != LOCK_FILE and of_a_run(entry.name, config):
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    path.mkdir(parents=True, exist_ok=True)
+def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
+    """Make the run's folder or take the existing one; return the checkpoint to go on from, if there is one.
+
+    The main process does it and tells the others.
+    """
+    checkpoint = None
+    if processes.is_main:
+        path = Path(config.output_dir)
+        with user_errors(f"--output_dir {path}: cannot be written", OSError):
+            if path.exists():
+                lock(path)
+            checkpoint = find_checkpoint(config)
+            if config.overwrite_output_dir and path.exists():
+                remove_run(config)
+            path.mkdir(parents=True, exist_ok=True)
+            lock(path)
+        if checkpoint is None and RunFolder(path).is_run:
+            logger.info("There is no checkpoint in %s: the run starts at step 0", path)
+    checkpoint = processes.broadcast(checkpoint)
+    if checkpoint is not None and not checkpoint.is_dir():
+        raise UserError(f"{checkpoint}: not to be seen from process {processes.index}; the processes must share it")
+    return checkpoint
 
 
-def _size(count: float) -> str:
-    return f"{count / 2**30:.1f} GB" if count >= 2**30 else f"{count / 2**20:.0f} MB"
+def remove_run(config: TrainingConfig) -> None:
+    """Remove what a run writes, and nothing else that may be in its folder."""
+    for entry in Path(config.output_dir).iterdir():
+        if entry.name != LOCK_FILE and is_of_a_run(entry.name, config):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import inspect
 import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from common.errors import UserError, first_cause, first_line
+from common.errors import UserError, first_cause, first_line, user_errors
 from common.files import sha256
 from run_folder.checkpoints import (
+    CONDITION_FILE,
     MANIFEST,
+    NETWORK_FOLDERS,
     PREFIX,
+    STATE,
     WEIGHTS,
     InvalidCheckpoint,
     checkpoints,
+    read_file,
     step_of,
     verify,
 )
+from run_folder.folder import PIPELINE, PIPELINE_FOLDERS, RunFolder
 
 if TYPE_CHECKING:
     import torch
@@ -32,15 +36,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
-METRICS, CONFIG, PIPELINE = "metrics.jsonl", "config.yaml", "model_index.json"
-PARTS = ["*.json", "unet/*", "scheduler/*", "text_encoder/*", "tokenizer/*"]
-NETWORK_FOLDERS = {"raw": "unet", "ema": "unet_ema"}
 TRAIN_FIRST = "train one first, e.g. python train_unconditional.py, or name a model with --model"
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A network on the disk, with what it was trained to undo."""
+    """A network on the disk, with the diffusion that it was trained to undo."""
 
     name: str  # what the user calls it
     path: Path  # the checkpoint's or the pipeline's folder
@@ -54,24 +55,46 @@ class SavedModel:
 
     @property
     def source(self) -> str:
-        """Where somebody else would find it."""
+        """Return where somebody else would find it."""
         return self.name if self.step is None else str(self.path)
 
     @property
     def label(self) -> str:
-        """For names of files and lines of the log."""
+        """Return a name for files and lines of the log."""
         return f"{'pipeline' if self.step is None else f'step-{self.step}'}-{self.weights}".removesuffix("-pipeline")
 
     @cached_property
     def network_config(self) -> dict[str, Any]:
-        return json.loads((self.network_folder / "config.json").read_text(encoding="utf-8"))
+        return read_file(self.network_folder, "config.json")
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of the samples."""
+        """Return channels, height and width of the samples."""
         size = self.network_config["sample_size"]
         height, width = (size, size) if isinstance(size, int) else size
         return self.network_config["in_channels"], height, width
+
+    @cached_property
+    def condition(self) -> dict[str, Any] | None:
+        """Return the description of the condition that the network was trained with."""
+        if (self.path / CONDITION_FILE).exists():
+            return read_file(self.path, CONDITION_FILE)
+        config = self.network_config
+        if config["_class_name"] != "UNet2DModel" or config.get("num_class_embeds") or config.get("class_embed_type"):
+            raise UserError(
+                f"{self.name}: its network takes a condition, but there is no {CONDITION_FILE} that describes it; "
+                f"models of train_conditional.py have one"
+            )
+        return None
+
+    @property
+    def text_encoder_folders(self) -> tuple[str, str] | None:
+        """Return the folders of the text encoder and its tokenizer in the pipeline or the checkpoint's run."""
+        for folder in (self.path, self.path.parent):
+            found = folder / "text_encoder", folder / "tokenizer"
+            if all(part.is_dir() for part in found):
+                return tuple(map(str, found))
+        return None
 
     @cached_property
     def scheduler(self) -> ExactDDPMScheduler:
@@ -81,21 +104,20 @@ class SavedModel:
         return ExactDDPMScheduler.from_config({**self.scheduler_config, "variance_type": "fixed_large"})
 
     def load(self, device: torch.device) -> torch.nn.Module:
-        """The network, ready for inference."""
+        """Load the network, ready for inference."""
         import diffusers
 
-        try:
+        # diffusers raises whatever a wrong file runs into.
+        with user_errors(f"{self.network_folder}: cannot be loaded", Exception):
             network_class = getattr(diffusers, self.network_config["_class_name"])
             network = network_class.from_pretrained(self.network_folder)
-        except Exception as error:  # diffusers raises whatever a wrong file runs into
-            raise UserError(f"{self.network_folder}: cannot be loaded ({first_line(error)})") from error
         return network.to(device).eval()
 
 
-def output_folder(model: SavedModel, method: SamplingMethod, precision: str = "no", told: str = "") -> Path:
-    """Where the images of a model go when no folder is named, and where to look for them.
+def output_folder(model: SavedModel, method: SamplingMethod, precision: str = "no", condition: str = "") -> Path:
+    """Return where the images of a model go when no folder is named, and where to look for them.
 
-    `told` is what they were told to show, in short.
+    `condition` is the name of what they are to show.
     """
     settings = method.settings
     parts = [model.label, settings["sampler"], str(settings["num_inference_steps"])]
@@ -107,29 +129,27 @@ def output_folder(model: SavedModel, method: SamplingMethod, precision: str = "n
         parts.append(settings["variance_type"])
     if precision != "no":
         parts.append(precision)
-    if told:
-        parts.append(told)
+    if condition:
+        parts.append(condition)
     return model.home / "generated" / "-".join(parts)
 
 
 def find_models(model: str | None, steps: list[str], weights: str | None) -> list[SavedModel]:
-    """The models that --model, --checkpoints and --weights name; without them the newest of the latest run.
+    """Return the models that --model, --checkpoints and --weights name; without them the newest of the latest run.
 
     The moving average is taken where there is one, unless `weights` says otherwise.
     """
-    folder = latest_run() if model is None else _folder(model)
-    if _is_checkpoint(folder):
+    folder = latest_run() if model is None else _folder_of(model)
+    if (folder / MANIFEST).exists() or folder.name.removeprefix(PREFIX).isdigit():
         if steps:
             raise UserError(f"--checkpoints {' '.join(steps)}: --model {model} is a checkpoint; name its run instead")
-        return [_checkpoint(folder, weights, f"--model {model}")]
+        return [_named_checkpoint(folder, weights, f"--model {model}")]
     if steps:
-        return _chosen(folder, steps, weights)
-    for checkpoint in reversed(checkpoints(folder)):
-        try:
-            return [_read_checkpoint(checkpoint, weights)]
-        except InvalidCheckpoint as error:
-            logger.warning("%s is left out: %s", checkpoint, error)
-    if not (folder / PIPELINE).exists():
+        return _checkpoints_at(folder, steps, weights)
+    newest = next(_valid(reversed(checkpoints(folder)), weights), None)
+    if newest is not None:
+        return [newest]
+    if not RunFolder(folder).pipeline_file.exists():
         raise UserError(
             f"{folder} is not a model: it has no valid {PREFIX}<step> folder, as a run has, and no {PIPELINE}, as a "
             f"pipeline has"
@@ -138,19 +158,16 @@ def find_models(model: str | None, steps: list[str], weights: str | None) -> lis
 
 
 def latest_run() -> Path:
-    """The run under runs/ that has written metrics last."""
-    found = [path for depth in ("*", "*/*") for path in RUNS.glob(f"{depth}/{METRICS}") if _has_model(path.parent)]
+    """Return the run under runs/ that has written metrics last."""
+    runs = [RunFolder(path) for depth in ("*", "*/*") for path in RUNS.glob(depth)]
+    found = [run for run in runs if run.metrics_file.exists() and (checkpoints(run.path) or run.pipeline_file.exists())]
     if not found:
         raise UserError(f"there is no run with a checkpoint under {RUNS.resolve()}: {TRAIN_FIRST}")
-    return max(found, key=lambda path: path.stat().st_mtime).parent
+    return max(found, key=lambda run: run.metrics_file.stat().st_mtime).path
 
 
-def _has_model(run: Path) -> bool:
-    return bool(checkpoints(run)) or (run / PIPELINE).exists()
-
-
-def _folder(model: str) -> Path:
-    """The local folder of a model, fetched if it is on the Hub."""
+def _folder_of(model: str) -> Path:
+    """Return the local folder of a model, fetched if it is on the Hub."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path if path.name not in ("", "..") else path.resolve()
@@ -165,7 +182,8 @@ def _folder(model: str) -> Path:
         if isinstance(DiffusionPipeline.load_config(model)["_class_name"], str):
             return Path(DiffusionPipeline.download(model))
         # It names a class of its own, such as ours. What is needed of it is data: no code is fetched or trusted.
-        return Path(snapshot_download(model, allow_patterns=PARTS))
+        parts = ["*.json", *(f"{folder}/*" for folder in PIPELINE_FOLDERS)]
+        return Path(snapshot_download(model, allow_patterns=parts))
     except Exception as error:  # of the Hub, of the network, or of a repository that holds something else
         raise UserError(
             f"--model {model}: there is no such folder, and it could not be had from the Hub "
@@ -173,34 +191,33 @@ def _folder(model: str) -> Path:
         ) from error
 
 
-def _is_checkpoint(folder: Path) -> bool:
-    return (folder / MANIFEST).exists() or folder.name.removeprefix(PREFIX).isdigit()
-
-
-def _chosen(run: Path, steps: list[str], weights: str | None) -> list[SavedModel]:
-    """The checkpoints of a run by their steps, or every valid one, oldest first."""
-    there = {step_of(path): path for path in checkpoints(run)}
-    listed = ", ".join(map(str, there)) or "none"
+def _checkpoints_at(run: Path, steps: list[str], weights: str | None) -> list[SavedModel]:
+    """Return the checkpoints of a run by their steps, or every valid one, oldest first."""
+    folder_at = {step_of(path): path for path in checkpoints(run)}
+    listed = ", ".join(map(str, folder_at)) or "none"
     if "all" in steps:
-        models = []
-        for path in there.values():
-            try:
-                models.append(_read_checkpoint(path, weights))
-            except InvalidCheckpoint as error:
-                logger.warning("%s is left out: %s", path, error)
+        models = list(_valid(folder_at.values(), weights))
         if not models:
             raise UserError(f"--checkpoints all: {run} has no valid checkpoint (there are: {listed})")
         return models
-    models = []
+    models = {}
     for name in steps:
-        step = name.removeprefix(PREFIX)
-        if not step.isdigit() or int(step) not in there:
+        step = int(name.removeprefix(PREFIX)) if name.removeprefix(PREFIX).isdigit() else None
+        if step not in folder_at:
             raise UserError(f"--checkpoints {name}: {run} has no such checkpoint; it has: {listed}")
-        models.append(_checkpoint(there[int(step)], weights, f"--checkpoints {name}"))
-    return sorted({model.step: model for model in models}.values(), key=lambda model: model.step)
+        models[step] = _named_checkpoint(folder_at[step], weights, f"--checkpoints {name}")
+    return [models[step] for step in sorted(models)]
 
 
-def _checkpoint(folder: Path, weights: str | None, flag: str) -> SavedModel:
+def _valid(folders: Iterable[Path], weights: str | None) -> Iterator[SavedModel]:
+    for folder in folders:
+        try:
+            yield _read_checkpoint(folder, weights)
+        except InvalidCheckpoint as error:
+            logger.warning("%s is left out: %s", folder, error)
+
+
+def _named_checkpoint(folder: Path, weights: str | None, flag: str) -> SavedModel:
     try:
         return _read_checkpoint(folder, weights)
     except InvalidCheckpoint as error:
@@ -208,14 +225,17 @@ def _checkpoint(folder: Path, weights: str | None, flag: str) -> SavedModel:
 
 
 def _read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
-    """A checkpoint of run_folder/checkpoint_files.py, after a look at the files that are needed."""
+    """Return the model of a checkpoint, after a look at the files that are needed."""
+    from schedulers.ddpm import build_scheduler
+
     if weights is None:
         weights = "ema" if (folder / NETWORK_FOLDERS["ema"]).exists() else "raw"
     network = NETWORK_FOLDERS[weights]
     if weights == "ema" and (folder / MANIFEST).exists() and not (folder / network).exists():
         raise UserError(f"--weights ema: {folder} has none, it was trained without the moving average; use raw")
-    hashes = verify(folder, (f"{network}/", "state.json"))
-    numbers = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    hashes = verify(folder, (f"{network}/", STATE))
+    numbers = read_file(folder, STATE)
+    names = ("ddpm_beta_schedule", "ddpm_num_steps", "variance_type", "prediction_type")
     return SavedModel(
         name=folder.name,
         path=folder,
@@ -225,68 +245,44 @@ def _read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
         train_seconds=numbers["train_seconds"],
         sha256=hashes[f"{network}/{WEIGHTS}"],
         network_folder=folder / network,
-        scheduler_config=_scheduler_config_of(numbers["settings"]),
+        scheduler_config=dict(build_scheduler(*(numbers["settings"][name] for name in names)).config),
     )
-
-
-def _scheduler_config_of(settings: dict[str, Any]) -> dict[str, Any]:
-    from schedulers.ddpm import build_scheduler
-
-    scheduler = build_scheduler(
-        settings["ddpm_beta_schedule"],
-        settings["ddpm_num_steps"],
-        settings["variance_type"],
-        settings["prediction_type"],
-    )
-    return dict(scheduler.config)
 
 
 def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
-    """A folder that a DDPMPipeline was saved in; old ones have all of its files side by side."""
+    """Return the model in a folder that a DDPMPipeline was saved in; old ones have all files side by side."""
+    from diffusers import DDPMScheduler
+
     network = folder / "unet" if (folder / "unet").is_dir() else folder
     scheduler = folder / "scheduler" if (folder / "scheduler").is_dir() else folder
-    kept = _weights_of_run(folder)
-    if weights not in (None, kept):
-        held = "one set of weights" if kept == "pipeline" else f"the {kept} weights"
-        raise UserError(f"--weights {weights}: {name} is a pipeline and holds only {held}")
-    try:
-        network_config = json.loads((network / "config.json").read_text(encoding="utf-8"))
-        scheduler_config = json.loads((scheduler / "scheduler_config.json").read_text(encoding="utf-8"))
-        weights_file = next(path for path in sorted(network.glob("diffusion_pytorch_model.*")) if path.is_file())
-    except (OSError, ValueError, StopIteration) as error:
-        raise UserError(f"{folder} is not a whole pipeline ({first_line(error) or 'it has no weights'})") from error
+    # A run's own pipeline holds the moving average if the run kept one.
+    run, held = RunFolder(folder), "pipeline"
+    if run.is_run:
+        held = "ema" if run.read_config().use_ema else "raw"
+    if weights not in (None, held):
+        what = "one set of weights" if held == "pipeline" else f"the {held} weights"
+        raise UserError(f"--weights {weights}: {name} is a pipeline and holds only {what}")
+    with user_errors(f"{folder} is not a whole pipeline", OSError, ValueError):
+        network_config = read_file(network, "config.json")
+        scheduler_config = read_file(scheduler, "scheduler_config.json")
+    weights_file = next((path for path in sorted(network.glob("diffusion_pytorch_model.*")) if path.is_file()), None)
+    if weights_file is None:
+        raise UserError(f"{folder} is not a whole pipeline (it has no weights)")
     if network_config.get("in_channels") != network_config.get("out_channels"):
         raise UserError(f"{name}: its network predicts a variance too, which no sampler here uses")
     if network_config.get("sample_size") is None or network_config["in_channels"] not in (1, 3, 4):
         raise UserError(f"{name}: its network does not make images of a known size with 1, 3 or 4 channels")
     if "num_train_timesteps" not in scheduler_config or "beta_schedule" not in scheduler_config:
         raise UserError(f"{name}: its scheduler, {scheduler_config.get('_class_name')}, is not one of a DDPM")
+    known = inspect.signature(DDPMScheduler.__init__).parameters  # the configuration may be of another class
     return SavedModel(
         name=name,
         path=folder,
         home=folder if Path(name).expanduser().is_dir() else RUNS / name.replace("/", "--"),
         step=None,
-        weights=kept,
+        weights=held,
         train_seconds=None,
         sha256=sha256(weights_file),
         network_folder=network,
-        scheduler_config=_of_ddpm(scheduler_config),
+        scheduler_config={name: value for name, value in scheduler_config.items() if name in known},
     )
-
-
-def _of_ddpm(config: dict[str, Any]) -> dict[str, Any]:
-    """What a DDPMScheduler knows of the configuration, which may be of another class."""
-    import inspect
-
-    from diffusers import DDPMScheduler
-
-    known = inspect.signature(DDPMScheduler.__init__).parameters
-    return {name: value for name, value in config.items() if name in known}
-
-
-def _weights_of_run(folder: Path) -> str:
-    """A run's own pipeline holds the moving average if the run kept one."""
-    if not (folder / METRICS).exists() or not (folder / CONFIG).exists():
-        return "pipeline"
-    config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    return "ema" if config["use_ema"] else "raw"

@@ -21,7 +21,7 @@ from storm import TIMING
 import training.setup
 from common.errors import UserError
 from common.randomness import generator_for
-from run_folder.checkpoint_files import copy_out
+from run_folder.checkpoints import copy_out
 from schedulers.adaptive_samplers import TRIES, AdaptiveTimestepSampling, LossSecondMoment, beta_draws, most_telling
 from schedulers.ddpm import build_scheduler
 from schedulers.loss import DiffusionLoss

@@ -17,6 +17,7 @@ from common.errors import UserError
 from evaluation import classifier
 from evaluation.classifier import Classifier, hold_out, load_classifier
 from evaluation.condition_accuracy import ConditionAccuracy, in_proportion, request_conditions
+from evaluation.evaluate_options import EvaluationOptions
 from evaluation.image_sets import EncodedImages, batches_of, open_images
 from image_data.annotations import find_labels
 from image_data.sources import load_images
@@ -203,7 +204,7 @@ def test_uneven_classes_are_told_and_read_in_their_proportions(class_run, digits
     monkeypatch.setattr("evaluation.condition_accuracy.load_classifier", lambda *given: reader)
     told = json.loads((class_run / "condition.json").read_text())
     PartialState._reset_state()
-    processes = start_processes("no", allow_tf32=False)
+    processes = start_processes(EvaluationOptions())
     config = RunFolder(class_run).read_config()
     requested = request_conditions(config, told, uneven, 60)
     accuracy = ConditionAccuracy(requested, uneven, 0, cache_dir, processes)

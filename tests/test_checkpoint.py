@@ -12,8 +12,7 @@ from conftest import losses_of
 from safetensors.torch import load_file
 
 from common.errors import UserError
-from run_folder.checkpoint_files import find_checkpoint
-from run_folder.checkpoints import InvalidCheckpoint, checkpoints, verify
+from run_folder.checkpoints import InvalidCheckpoint, checkpoints, find_checkpoint, verify
 
 EVERY_FILE = [
     "unet/config.json",

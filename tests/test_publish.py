@@ -16,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import filter_repo_objects, httpx
 
 from run_folder import publish
+from run_folder.config import TrainingConfig
 
 ROOT = Path(publish.__file__).parents[1]
 TOKEN = "hf_aSecretThatMustNotLeak"
@@ -52,7 +53,6 @@ KEPT = [
 # out, neither of the push nor of the client below it.
 DRIVER = """
 import json, logging, sys, time
-from pathlib import Path
 
 waits, warnings = [], []
 time.sleep = waits.append
@@ -62,13 +62,14 @@ class Listener(logging.Handler):
         warnings.append(record.getMessage())
 
 from run_folder import publish
+from run_folder.config import TrainingConfig
 
 logging.basicConfig(level=logging.INFO)
 for name in ("", "huggingface_hub"):
     logging.getLogger(name).addHandler(Listener(logging.WARNING))
 arguments = json.loads(sys.argv[1])
-publish.TIMEOUT = arguments.pop("timeout")
-url = publish.push_to_hub(Path(arguments.pop("output_dir")), **arguments)
+publish.TIMEOUT, step = arguments.pop("timeout"), arguments.pop("step")
+url = publish.push_to_hub(TrainingConfig(**arguments), step)
 print(json.dumps({"url": url, "waits": waits, "warnings": warnings}))
 """
 
@@ -90,23 +91,14 @@ def run(tmp_path: Path) -> Path:
     (folder / "best_scores.csv").write_text(
         "metric,best,step,weights,sampler,steps,settings,reference\nfid@10000,3.17251,5,ema,ddpm,1000,,cifar10[train]\n"
     )
+    (folder / "metrics.jsonl").write_text('{"fid@10000": 20.5}\n{"fid@10000": 12.25}\n')
     write_card(folder)
     return folder
 
 
-def write_card(folder: Path, **changes: object) -> Path:
-    arguments = {
-        "repo_id": "my-run",
-        "dataset_name": "uoft-cs/cifar10",
-        "num_inference_steps": 1000,
-        "hyper_parameters": {"learning_rate": 2e-4, "seed": 0},
-        "step": 5,
-        "weights": "EMA",
-        "grid": folder / "samples" / "step-5.png",
-        "metrics": {"fid@10000": 12.25},
-        "tags": TAGS,
-    }
-    return publish.write_model_card(folder, **{**arguments, **changes})
+def write_card(folder: Path, step: int = 5, **options: object) -> Path:
+    given = {"hub_model_id": "my-run", "dataset_name": "uoft-cs/cifar10", **options}
+    return publish.write_model_card(TrainingConfig(output_dir=str(folder), **given), step, "EMA")
 
 
 def environment(hub: HubServer, tmp_path: Path, **more: str) -> dict[str, str]:
@@ -128,7 +120,7 @@ def execute(command: list[str], env: dict[str, str]) -> subprocess.CompletedProc
 
 def push(hub: HubServer, run: Path, environment_variables: dict[str, str] | None = None, **changes: object) -> dict:
     """Push in a process of its own, and check what holds for every push: it ends well and the token stays secret."""
-    arguments = {"repo_id": "my-run", "token": TOKEN, "private": None, "step": 5, "timeout": 60.0, **changes}
+    arguments = {"hub_model_id": "my-run", "hub_token": TOKEN, "step": 5, "timeout": 60.0, **changes}
     command = [sys.executable, "-c", DRIVER, json.dumps({"output_dir": str(run), **arguments})]
     process = execute(command, environment(hub, run.parent, **(environment_variables or {})))
     assert process.returncode == 0, process.stderr
@@ -159,7 +151,7 @@ def test_allow_list_holds_back_checkpoints():
 
 def test_push_delivers_the_allow_list(hub: HubServer, run: Path):
     # As a shell's $(cat file) or a secret store may hand it over.
-    result = push(hub, run, token=f"{TOKEN}\n", private=True)
+    result = push(hub, run, hub_token=f"{TOKEN}\n", hub_private_repo=True)
     assert result == {"url": f"{hub.url}/{USER}/my-run", "waits": [], "warnings": []}
     check_pushed(hub, run)
     repository = hub.repositories[f"{USER}/my-run"]
@@ -173,17 +165,17 @@ def test_push_delivers_the_allow_list(hub: HubServer, run: Path):
 
 
 def test_second_push_updates_the_repository(hub: HubServer, run: Path):
-    push(hub, run, repo_id=f"{USER}/my-run")
-    write_card(run, repo_id=f"{USER}/my-run", step=9)
+    push(hub, run, hub_model_id=f"{USER}/my-run")
+    write_card(run, hub_model_id=f"{USER}/my-run", step=9)
     (run / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(random.Random(9).randbytes(300_000))
-    result = push(hub, run, repo_id=f"{USER}/my-run", step=9)
+    result = push(hub, run, hub_model_id=f"{USER}/my-run", step=9)
     assert result == {"url": f"{hub.url}/{USER}/my-run", "waits": [], "warnings": []}
     check_pushed(hub, run)
     assert hub.repositories[f"{USER}/my-run"].commits == ["Weights of step 5", "Weights of step 9"]
 
 
 def test_login_is_the_default_token(hub: HubServer, run: Path):
-    result = push(hub, run, {"HF_TOKEN": TOKEN, "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}, token=None)
+    result = push(hub, run, {"HF_TOKEN": TOKEN, "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}, hub_token=None)
     assert result["url"] == f"{hub.url}/{USER}/my-run"
 
 
@@ -245,13 +237,13 @@ def test_offline_push_warns_once(hub: HubServer, run: Path):
 
 
 def test_push_without_a_token_says_how_to_log_in(hub: HubServer, run: Path):
-    result = push(hub, run, token=None)
+    result = push(hub, run, hub_token=None)
     check_failed(result, run)
     assert "hf auth login" in result["warnings"][0]
 
 
 def test_the_command_of_the_warning_makes_the_push(hub: HubServer, run: Path):
-    warning = push(hub, run, {"HF_HUB_OFFLINE": "1"}, private=True)["warnings"][0]
+    warning = push(hub, run, {"HF_HUB_OFFLINE": "1"}, hub_private_repo=True)["warnings"][0]
     program, *arguments = shlex.split(warning[warning.index("hf upload") :])
     hf = Path(sys.executable).with_name(program)
     process = execute([str(hf), *arguments], environment(hub, run.parent, HF_TOKEN=TOKEN))
@@ -268,7 +260,8 @@ def test_attempts_end(run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest
         raise ConnectionError(f"reset by peer, sent: Bearer {TOKEN}")
 
     monkeypatch.setattr(publish, "upload", fail)
-    assert publish.push_to_hub(run, repo_id="my-run", token=TOKEN, private=None, step=5, attempts=4) is None
+    config = TrainingConfig(output_dir=str(run), hub_model_id="my-run", hub_token=TOKEN)
+    assert publish.push_to_hub(config, step=5, attempts=4) is None
     assert waits == [2.0, 4.0, 8.0]
     assert TOKEN not in caplog.text
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
@@ -277,7 +270,7 @@ def test_attempts_end(run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest
     caplog.clear()
     waits.clear()
     monkeypatch.setattr(publish, "PATIENCE", -1.0)
-    assert publish.push_to_hub(run, repo_id="my-run", token=TOKEN, private=None, step=5) is None
+    assert publish.push_to_hub(config, step=5) is None
     assert waits == []
     assert len(caplog.records) == 1
 
@@ -323,37 +316,39 @@ def test_is_transient(error: Exception, transient: bool):
 
 def test_model_card(tmp_path: Path):
     (tmp_path / "README.md").write_text("---\ntags: [stale]\n---\n# An older card\n")
-    hyper_parameters = {
-        "learning_rate": 2e-4,
-        "note": "a|b\nc`d",
-        "lr_scheduler": None,
-        "hub_token": TOKEN,
-        "command": f"train --hub_token {TOKEN}",
-    }
+    (tmp_path / "metrics.jsonl").write_text('{"fid@10000": 20.5}\n{"fid@10000": 12.25}\n')
+    (tmp_path / "samples").mkdir()
+    for step in (5, 10):
+        (tmp_path / "samples" / f"step-{step}.png").touch()
     path = write_card(
-        tmp_path, repo_id="me/my-run", hyper_parameters=hyper_parameters, grid=tmp_path / "samples/a b.png"
+        tmp_path,
+        hub_model_id="me/my-run",
+        hub_token=TOKEN,
+        dataset_config_name="a|b\nc`d",
+        model_config_name_or_path=f"a name with {TOKEN} in it",
     )
     assert path == tmp_path / "README.md"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["README.md"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["README.md", "metrics.jsonl", "samples"]
 
     card = ModelCard.load(path)
     assert card.data.to_dict() == {"library_name": "diffusers", "tags": TAGS, "datasets": ["uoft-cs/cifar10"]}
     assert card.text.startswith("\n# my-run\n")
     assert "`uoft-cs/cifar10`: the EMA weights of step 5." in card.text
-    assert "](samples/a%20b.png)" in card.text
+    assert "](samples/step-10.png)" in card.text
     assert 'DDPMPipeline.from_pretrained("me/my-run")' in card.text
     assert "num_inference_steps=1000" in card.text
     assert "| `learning_rate` | `0.0002` |" in card.text
-    assert r"| `note` | `a\|b c'd` |" in card.text
+    assert r"| `dataset_config_name` | `a\|b c'd` |" in card.text
     assert "| `fid@10000` | `12.25` |" in card.text
     assert "python train_unconditional.py --config THIS_FOLDER/config.yaml" in card.text
     assert "older card" not in str(card)
     assert "token` |" not in str(card)
+    assert "| `model_config_name_or_path` | `a name with *** in it` |" in card.text
     assert TOKEN not in str(card)
 
 
 def test_model_card_of_a_folder_without_samples_or_metrics(tmp_path: Path):
-    card = ModelCard.load(write_card(tmp_path, dataset_name="/home/me/secret/birds", grid=None, metrics={}))
+    card = ModelCard.load(write_card(tmp_path, dataset_name=None, train_data_dir="/home/me/secret/birds"))
     assert card.data.datasets is None
     assert "of `birds`" in card.text
     assert "secret" not in card.text

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -14,18 +12,17 @@ import torch
 
 from common import interruption
 from common.errors import RunFailed
-from common.files import replace_folder
 from common.progress import progress_bar
 from image_data.grid import image_grid, side_by_side
-from run_folder.checkpoint_files import describe
-from run_folder.checkpoints import newest
+from run_folder.checkpoints import describe, newest
+from run_folder.folder import RunFolder
 from schedulers.denoising import DDPMSampling
 from schedulers.denoising_loop import denoise, network_predict, to_uint8
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from run_folder.checkpoint_files import CheckpointWriter
+    from run_folder.checkpoints import CheckpointWriter
     from training.setup import Ending, Run, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -129,7 +126,7 @@ class Milestones:
             )
 
     def _grid_path(self, step: int) -> Path:
-        return self.output_dir / "samples" / f"step-{step}.png"
+        return RunFolder(self.output_dir).grid_file(step)
 
     def _worth_a_grid(self, state: TrainingState) -> bool:
         """Tell whether the grid at the end takes at most a minute, or at most as long as the training did."""
@@ -230,21 +227,11 @@ class Milestones:
         from diffusers import DDPMPipeline
 
         unet = state.unet if state.update.ema is None else state.update.ema.ema_model
-        aside = self.output_dir / ".pipeline.tmp"
+        pipeline = DDPMPipeline(unet=unet, scheduler=self.run.process.plain())
         try:
-            shutil.rmtree(aside, ignore_errors=True)
-            DDPMPipeline(unet=unet, scheduler=self.run.process.plain()).save_pretrained(aside, safe_serialization=True)
-            index = aside / "model_index.json"
-            entries = json.loads(index.read_text(encoding="utf-8")) | self.run.condition.pipeline_entries()
-            index.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
-            for part in ("unet", "scheduler"):
-                replace_folder(aside / part, self.output_dir / part)
-                interruption.fault_point("pipeline")
-            index.replace(self.output_dir / "model_index.json")
+            RunFolder(self.output_dir).write_pipeline(pipeline, self.run.condition.pipeline_entries())
         except Exception as error:  # safetensors reports a full disk in its own way; the checkpoint comes next
             logger.warning("The pipeline in %s could not be written: %s", self.output_dir, describe(error))
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
 
 
 def digest_of(state: TrainingState) -> list[int]:

@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from common import interruption
-from common.options import resolve_precision
+from common.files import write_atomically
 from common.randomness import generator_for
 from image_data.batches import TrainingBatches
-from run_folder.checkpoint_files import CheckpointWriter, load_checkpoint
+from run_folder.checkpoints import CheckpointWriter, load_checkpoint
 from run_folder.config import (
     Batch,
     TrainingConfig,
+    as_yaml,
     resolve_batch,
     resolve_steps,
-    save_config,
     settings_of,
     with_resolved,
 )
-from run_folder.folder import check_disk, check_output_dir, open_run
+from run_folder.folder import RunFolder, check_disk, check_output_dir, open_run
 from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from schedulers.loss import DiffusionLoss, build_loss
@@ -38,7 +37,7 @@ from training.update import Update
 
 if TYPE_CHECKING:
     from common.processes import Processes
-    from conditions.condition import Unconditional
+    from conditions.condition import Condition
     from image_data.training_images import TrainingImages
 
 Ending = Literal["finished", "stopped"] | None
@@ -97,7 +96,7 @@ class Run:
 
     config: TrainingConfig  # nothing in it is open any more
     processes: Processes
-    condition: Unconditional
+    condition: Condition
     sizes: Batch
     batches: TrainingBatches
     process: ExactDDPMScheduler
@@ -153,12 +152,12 @@ def build_process(config: TrainingConfig) -> ExactDDPMScheduler:
     )
 
 
-def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages, condition: Unconditional) -> Run:
+def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages, condition: Condition) -> Run:
     """Build which images make up which step, the network, the objective, and all that changes while training."""
     sizes = resolve_batch(config, processes.count)
     batches = TrainingBatches(data, condition, config.seed, sizes.total, sizes.accumulation, processes)
     total_steps = resolve_steps(config, batches.steps_per_epoch)
-    config = with_resolved(config, sizes, total_steps, data.channels, resolve_precision(config.mixed_precision))
+    config = with_resolved(config, sizes, total_steps, data.channels, processes.precision)
 
     initialisation = generator_for(config.seed, "initialisation")
     unet = build_training_unet(config, data.channels, initialisation, condition.network).to(processes.device)
@@ -199,8 +198,9 @@ def opened(run: Run) -> Iterator[None]:
     if checkpoint is not None:
         load_checkpoint(state, checkpoint, same_run=config.resume_from_checkpoint == "latest")
     if processes.is_main:
-        save_config(config, Path(config.output_dir) / "config.yaml")
-        run.condition.write_parts(Path(config.output_dir))
+        folder = RunFolder(config.output_dir)
+        write_atomically(folder.config_file, as_yaml(config))
+        folder.write_condition(run.condition)
     run.over = run.is_over()
     run.network = processes.accelerator.prepare(state.unet)
     with Tracking(run) as run.tracking, processes.reporting_dead_peers():

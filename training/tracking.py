@@ -19,7 +19,7 @@ import torch
 from common import interruption
 from common.files import write_atomically
 from common.progress import progress_bar
-from run_folder.folder import METRICS_FILE
+from run_folder.folder import RunFolder
 from training.metrics import COUNTS, GRADIENT_NORM, LOSSES, OBJECTIVE, WEIGHTS
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Tracking:
         config, state = run.config, run.state
         self.processes, self.writes = run.processes, run.processes.is_main
         self.batch_size, self.logging_steps = run.sizes.total, config.logging_steps
-        self.path = Path(config.output_dir) / METRICS_FILE
+        self.path = RunFolder(config.output_dir).metrics_file
         self._unwritten: list[dict] = []
         if self.writes:
             # A line in the middle of a window, at the end of a run that now goes on, is not to stay.
@@ -231,7 +231,7 @@ def open_tracker(config: TrainingConfig, step: int):
         tracker = WandBTracker(config.tracker_project_name, name=output_dir.name, dir=str(output_dir))
     tracker.start()
     # As text: TensorBoard takes no lists or missing values as hyper-parameters.
-    tracker.log({"configuration": (output_dir / "config.yaml").read_text(encoding="utf-8")}, step=step)
+    tracker.log({"configuration": RunFolder(output_dir).config_file.read_text(encoding="utf-8")}, step=step)
     return tracker
 
 

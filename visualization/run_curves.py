@@ -1,6 +1,5 @@
 """Pictures of a run: which timesteps it drew, and how it fared on them."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +11,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from common.errors import UserError
-from common.options import names_of
+from common.options import facts_of
 from common.plots import drawing, legend_beside
-from run_folder.checkpoint_files import describe
-from run_folder.checkpoints import checkpoints, step_of
+from run_folder.checkpoints import checkpoints, describe, step_of
 from run_folder.config import TrainingConfig
-from run_folder.folder import METRICS_FILE, QUARTERS
+from run_folder.folder import QUARTERS, RunFolder
 from schedulers.ddpm import build_scheduler
 from schedulers.loss import build_sampler, sampler_state
 
@@ -30,10 +28,10 @@ def open_run(folder: Path) -> TrainingConfig:
     """The configuration of a run, whichever script trained it: what only that script knows is left out."""
     if not folder.is_dir():
         raise UserError(f"--run_dir {folder}: there is no such folder")
-    file = folder / "config.yaml"
+    file = RunFolder(folder).config_file
     if not file.is_file():
         raise UserError(f"--run_dir {folder} is not a run: there is no config.yaml in it; name a training's output_dir")
-    names = names_of([TrainingConfig])
+    names = facts_of(TrainingConfig)
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
         return TrainingConfig(**{name: value for name, value in values.items() if name in names})
@@ -42,16 +40,13 @@ def open_run(folder: Path) -> TrainingConfig:
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """The lines of metrics of a run; one that is being written while this reads is left out."""
-    path, lines = folder / METRICS_FILE, []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                break
+    """Read the lines of metrics of a run; raise if there are none."""
+    run = RunFolder(folder)
+    lines = run.read_metrics()
     if not lines:
-        raise UserError(f"--run_dir {folder}: there are no metrics in it yet ({METRICS_FILE}); let it train first")
+        raise UserError(
+            f"--run_dir {folder}: there are no metrics in it yet ({run.metrics_file.name}); let it train first"
+        )
     return lines
 
 
