@@ -15,6 +15,7 @@ import torch
 
 from common.errors import UserError, user_errors
 from common.files import sha256
+from generation.collection import RECORD
 from image_data.decode import UndecodableImage, decode_image, is_grey, shorter_side, upright_size
 from image_data.sources import load_images, spread
 from image_data.workers import load_in_workers
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
 SAMPLED_FOR_COLOUR = 64
 DECODED_AT_A_TIME = 64
-SAMPLES = "samples.json"  # in which generate.py describes a folder
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # which images of the set, and the images, uint8 [n, 3, height, width]
 
@@ -192,7 +192,7 @@ def open_images(path: str, flag: str, resolution: int | None = None) -> ImageSet
                 f"{resolution}x{resolution} are needed; an npz file is taken as it is"
             )
         return images
-    if (found / SAMPLES).is_file():
+    if (found / RECORD).is_file():
         # generate.py's folder also holds grids, which are pictures but no samples.
         parts = [found / name for name in ("images", "samples.npz", "data") if (found / name).exists()]
         if not parts:
