@@ -3,7 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common import interruption
@@ -22,6 +23,17 @@ class RunFailed(UserError):
     """A run that started well and cannot go on: what happened, and what is left of it."""
 
     exit_code = 1
+
+
+@contextmanager
+def user_errors(message: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn exceptions of these kinds into a `UserError` of this message, followed by the reason in parentheses."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        raise UserError(f"{message} ({getattr(error, 'strerror', None) or first_line(error)})") from error
 
 
 def run_script(main: Callable[[], None]) -> None:

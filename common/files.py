@@ -1,15 +1,22 @@
 """Files that are either the old one or the new one, whole, whatever happens in between."""
 
+from __future__ import annotations
+
+import contextlib
 import errno
 import fcntl
 import hashlib
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from common.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +30,40 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file in one step."""
+@contextlib.contextmanager
+def written_aside(path: Path, durable: bool = True) -> Iterator[Path]:
+    """Yield a temporary path that takes the place of `path` at the end, or is removed if something is raised.
+
+    Unless it is `durable`, a file may be empty after the machine itself has failed, but many are written faster.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        aside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
-        sync(aside)
+        yield aside
+        if durable:
+            sync(aside)
         aside.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # after a replacement there is none, and what was raised matters more
+            aside.unlink()
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a file in one step."""
+    with written_aside(path) as aside:
+        aside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+def save_safetensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write tensors as one file, whole or not at all, making its folder; whatever goes wrong is an `OSError`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(path) as aside:
+        try:
+            save_file(tensors, aside, metadata)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
 
 
 def make_folder(path: Path) -> None:
