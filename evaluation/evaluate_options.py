@@ -8,7 +8,8 @@ from typing import Literal
 
 from common.errors import UserError
 from common.options import check_not_negative, check_positive, option, parse_options
-from generation.generate_options import SamplerOptions, check_sampler
+from generation.generate_options import SamplerOptions
+from generation.methods import chosen_method
 
 FEWEST_IMAGES = 10  # the Inception Score takes ten splits, and an image needs five neighbours
 RUN_CONFIG = "config.yaml"
@@ -152,7 +153,7 @@ def validate(options: EvaluationOptions) -> None:
     """What no evaluation can be."""
     check_positive(options, ["num_images", "resolution", "feature_batch_size", "num_inference_steps", "batch_size"])
     check_not_negative(options, ["dataloader_num_workers"])
-    check_sampler(options)
+    chosen_method(options)
     named = [f"--{name}" for name in SOURCES if getattr(options, name)]
     references = [f"--{name}" for name in REFERENCES if getattr(options, name)]
     if len(named) > 1:

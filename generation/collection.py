@@ -1,244 +1,257 @@
-"""The folder of a model's images: what samples.json says of them, what may be added to them, and what is made of them.
-
-The main process opens the folders; all of them write into them.
-"""
+"""The folder of a job's images: what samples.json says of them, what may be added to them, and how it is completed."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common.errors import UserError
+from common import interruption
+from common.errors import UserError, user_errors
 from common.files import LOCK_FILE, first_existing, lock, write_atomically
-from generation.engine import Job, choose_batch_size, divide
-from generation.generate_options import as_ranges, images_in_grid
-from generation.writers import IMAGES_PER_FOLDER, WRITTEN, ImageWriter, open_writer, said_in_one_line
+from generation.engine import InferenceSettings, Job, choose_batch_size, divide, generate
+from generation.generate_options import DEFAULT_IMAGES, as_ranges
+from generation.methods import METHOD_SETTINGS
+from generation.pictures import save_grid
+from generation.writers import IMAGES_PER_FOLDER, WRITTEN, ImageWriter, one_line_if_unwritable, open_writer
 
 if TYPE_CHECKING:
     from common.processes import Processes
-    from conditions.guidance import Layout
-    from generation.generate_options import GenerationOptions
-    from run_folder.saved_model import SavedModel
-    from schedulers.denoising import SamplingMethod
 
 logger = logging.getLogger(__name__)
 
 RECORD = "samples.json"
 PICTURES = ("grid.png", "progress.gif", "nearest.png")
+CONDITION_SETTINGS = (
+    *("labels", "prompts", "negative_prompt"),
+    *("guidance_scale", "guidance_rescale", "guidance_interval"),
+)
 
 
-def settings_of(job: Job, image_format: str, how: dict[str, Any]) -> dict[str, Any]:
-    """What two sets of images must have in common to be one. `how` is precision and pace."""
-    return {
-        "sha256": job.model.sha256,
-        "weights": job.model.weights,
-        "num_train_timesteps": job.model.scheduler.config.num_train_timesteps,
-        **{"sampler": None, "num_inference_steps": None, "skip_schedule": None, "eta": None, "variance_type": None},
-        **job.method.settings,
-        **{"labels": None, "prompts": None, "negative_prompt": None},
-        **{"guidance_scale": None, "guidance_rescale": None, "guidance_interval": None},
-        **job.condition.settings,
-        **how,
-        "format": image_format,
-    }
+class UnusableFolder(UserError):
+    """A folder that holds something else than the images that are to be made."""
 
 
-def telling_of(model: SavedModel, method: SamplingMethod, device: str) -> dict[str, Any]:
-    """What is good to know besides."""
-    return {
-        "model": model.source,
-        "step": model.step,
-        "train_seconds": model.train_seconds,
-        "shape": list(model.shape),
-        "timesteps": len(method.timesteps),
-        "device": device,
-        "versions": {name: version(name) for name in ("torch", "diffusers")},
-    }
-
-
-class Record:
-    """A folder that is this process's for as long as it lives, with its samples.json. For the main process."""
-
-    def __init__(
-        self, folder: Path, settings: dict[str, Any], telling: dict[str, Any], seeds: list[int], overwrite: bool
-    ):
-        """Take the folder; an error if it holds something else. Nothing is made yet."""
-        self.folder, self.settings, self.telling, self.seeds = folder, settings, telling, seeds
-        self.overwrite = overwrite
-        self.before = None
-        with said_of(folder):
-            existing = first_existing(folder)
-            if not existing.is_dir():
-                raise UserError(f"--output_dir {folder}: {existing} is a file, not a folder")
-            if existing == folder:
-                lock(folder)
-                self._look(folder)
-
-    def _look(self, folder: Path) -> None:
-        record = read_record(folder, self.overwrite)
-        if record is None:
-            foreign = sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK_FILE)
-            if foreign:
-                raise UserError(
-                    f"--output_dir {folder}: holds something else than generated images ({', '.join(foreign[:3])}); "
-                    f"choose an empty or new folder"
-                )
-        elif not self.overwrite:
-            self._refuse_other_settings(record)
-            self.before = record
-
-    def _refuse_other_settings(self, record: dict[str, Any]) -> None:
-        differences = [
-            f"{name} {record.get(name)} -> {value}"
-            for name, value in self.settings.items()
-            if record.get(name) != value and not (name == "batch_size" and value is None)
-        ]
-        if differences:
-            raise UserError(
-                f"{self.folder} holds images made with other settings ({'; '.join(differences)}): choose another "
-                f"--output_dir, or delete them with --overwrite"
-            )
-        for name in ("device", "versions"):
-            if record[name] != self.telling[name]:
-                logger.warning(
-                    "The images in %s were begun with another %s (%s, now %s): others may differ in their last bits",
-                    self.folder,
-                    name.removesuffix("s"),
-                    record[name],
-                    self.telling[name],
-                )
-
-    @property
-    def batch_size(self) -> int | None:
-        """The one of the images that are there: with it, the others get the bits that they would have had."""
-        return self.settings["batch_size"] or (self.before and self.before["batch_size"])
-
-    def begin(self, batch_size: int) -> tuple[bool, set[int]]:
-        """Make the folder and samples.json; whether there are sub-folders, and the seeds that are missing."""
-        self.settings["batch_size"] = batch_size
-        if self.before is not None:
-            self._refuse_other_settings(self.before)
-            self.in_subfolders = self.before["subfolders"]
-        else:
-            self.in_subfolders = len(self.seeds) > IMAGES_PER_FOLDER
-        with said_of(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock(self.folder)
-            if self.overwrite:
-                remove_images(self.folder)
-            with open_writer(self.folder, self.settings["format"], self.in_subfolders) as writer:
-                existing = writer.existing()
-            missing = set(self.seeds) - existing
-            self.seeds = sorted(existing.union(self.seeds))
-            self.write(len(existing))
-        return self.in_subfolders, missing
-
-    def write(self, images: int) -> None:
-        record = {
-            **self.telling,
-            **self.settings,
-            "seeds": as_ranges(self.seeds),
-            "subfolders": self.in_subfolders,
-            "images": images,
-            "complete": images == len(self.seeds),
-        }
-        write_atomically(self.folder / RECORD, json.dumps(record, indent=2) + "\n")
+def default_folder(job: Job, precision: str = "no") -> Path:
+    """Return where the images of a job go when no folder is named, and where to look for them."""
+    parts = [job.model.label, job.method.folder_name, "" if precision == "no" else precision, job.condition.name]
+    return job.model.home / "generated" / "-".join(filter(None, parts))
 
 
 def read_record(folder: Path, overwrite: bool = False) -> dict[str, Any] | None:
-    """What samples.json says, if there is one."""
+    """Return what samples.json says, if there is one."""
     path = folder / RECORD
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     except ValueError as error:
         if overwrite:
             return {}
-        raise UserError(f"{path}: is not what was written; --overwrite makes the images anew") from error
+        raise UnusableFolder(f"{path}: is not what was written; --overwrite makes the images anew") from error
 
 
-@contextmanager
-def said_of(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"--output_dir {folder}: cannot be written ({error.strerror})") from error
-
-
-def remove_images(folder: Path) -> None:
-    """What a generation writes, and nothing else that may be there."""
-    for name in (*PICTURES, *WRITTEN, RECORD):
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-class Collection:
-    """The images of one job on this process: written where they are missing, kept where they are to be shown."""
+class ImageFolder:
+    """A folder with one image for each seed, made by one job. On the main process it owns samples.json."""
 
     def __init__(
-        self, job: Job, folder: Path, writer: ImageWriter, missing: set[int], layout: Layout, record: Record | None
+        self,
+        path: Path,
+        job: Job,
+        seeds: Sequence[int],
+        image_format: str = "png",
+        overwrite: bool = False,
+        most_in_grid: int | None = DEFAULT_IMAGES,
     ):
-        self.job, self.folder, self.writer = job, folder, writer
-        self.missing, self.layout, self.record = missing, layout, record
-        self.shown = layout.seeds
-        self._kept: dict[int, torch.Tensor] = {}
+        self.path, self.job, self.seeds = path, job, list(seeds)
+        self.image_format, self.overwrite = image_format, overwrite
+        self.layout = job.condition.layout(seeds, most_in_grid)
+        self._shown_here: dict[int, torch.Tensor] = {}  # images of the grid that this process has made
+
+    # What the main process does before there are images.
+
+    def take(self, settings: InferenceSettings, device: torch.device) -> int | None:
+        """Lock the folder, unless it is yet to be made, and return the batch size that its images have, or shall have.
+
+        Raise `UnusableFolder` if it holds something else. Nothing is made yet.
+        """
+        job, scheduler_config = self.job, self.job.model.scheduler.config
+        self.settings = {  # what two sets of images must have in common to be one
+            "sha256": job.model.sha256,
+            "weights": job.model.weights,
+            "num_train_timesteps": scheduler_config.num_train_timesteps,
+            **(dict.fromkeys(METHOD_SETTINGS) | job.method.settings),
+            **(dict.fromkeys(CONDITION_SETTINGS) | job.condition.settings),
+            **asdict(settings),
+            "format": self.image_format,
+        }
+        self.provenance = {
+            "model": job.model.source,
+            "step": job.model.step,
+            "train_seconds": job.model.train_seconds,
+            "shape": list(job.model.shape),
+            "timesteps": len(job.method.timesteps),
+            "device": device.type,
+            "versions": {name: version(name) for name in ("torch", "diffusers")},
+        }
+        self.record_before = None
+        with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
+            existing = first_existing(self.path)
+            if not existing.is_dir():
+                raise UnusableFolder(f"--output_dir {self.path}: {existing} is a file, not a folder")
+            if existing == self.path:
+                lock(self.path)
+                self._look_inside()
+        # With the batch size of the images that are there, the others get the bits that they would have had.
+        return settings.batch_size or (self.record_before and self.record_before["batch_size"])
+
+    def _look_inside(self) -> None:
+        record = read_record(self.path, self.overwrite)
+        if record is None:
+            foreign = sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK_FILE)
+            if foreign:
+                raise UnusableFolder(
+                    f"--output_dir {self.path}: holds something else than generated images "
+                    f"({', '.join(foreign[:3])}); choose an empty or new folder"
+                )
+        elif not self.overwrite:
+            self.record_before = record
+            self._refuse_other_settings()
+            self._warn_of_another_machine()
+
+    def _refuse_other_settings(self) -> None:
+        before = self.record_before
+        differences = [
+            f"{name} {before.get(name)} -> {value}"
+            for name, value in self.settings.items()
+            if before.get(name) != value and not (name == "batch_size" and value is None)
+        ]
+        if differences:
+            raise UnusableFolder(
+                f"{self.path} holds images made with other settings ({'; '.join(differences)}): choose another "
+                f"--output_dir, or delete them with --overwrite"
+            )
+
+    def _warn_of_another_machine(self) -> None:
+        for name in ("device", "versions"):
+            if self.record_before[name] != self.provenance[name]:
+                logger.warning(
+                    "The images in %s were begun with another %s (%s, now %s): others may differ in their last bits",
+                    self.path,
+                    name.removesuffix("s"),
+                    self.record_before[name],
+                    self.provenance[name],
+                )
+
+    def begin(self, batch_size: int) -> tuple[bool, set[int]]:
+        """Make the folder and samples.json; return whether there are sub-folders, and the seeds that are missing."""
+        self.settings["batch_size"] = batch_size
+        if self.record_before is not None:
+            self._refuse_other_settings()
+            self.in_subfolders = self.record_before["subfolders"]
+        else:
+            self.in_subfolders = len(self.seeds) > IMAGES_PER_FOLDER
+        with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock(self.path)
+            self._remove_files()
+            with open_writer(self.path, self.image_format, self.in_subfolders) as writer:
+                existing = writer.existing()
+            self.all_seeds = sorted(existing.union(self.seeds))
+            self._write_record(len(existing))
+        return self.in_subfolders, set(self.seeds) - existing
+
+    def _remove_files(self) -> None:
+        """Remove what a killed process has left unfinished; to overwrite is to remove all that a generation writes."""
+        for path in self.path.rglob(".*.tmp"):
+            if path.is_file():
+                path.unlink()
+        for name in (*PICTURES, *WRITTEN, RECORD) if self.overwrite else ():
+            path = self.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _write_record(self, images: int) -> None:
+        record = {
+            **self.provenance,
+            **self.settings,
+            "seeds": as_ranges(self.all_seeds),
+            "subfolders": self.in_subfolders,
+            "images": images,
+            "complete": images == len(self.all_seeds),
+        }
+        write_atomically(self.path / RECORD, json.dumps(record, indent=2) + "\n")
+
+    # What every process does.
+
+    def open(self, in_subfolders: bool, missing: set[int]) -> ImageWriter:
+        """Return the writer to be used, and closed, by whoever adds images."""
+        self.missing = missing
+        self.writer = open_writer(self.path, self.image_format, in_subfolders)
+        return self.writer
 
     def add(self, seeds: list[int], images: torch.Tensor) -> None:
-        """Images of a batch, of which some may be there from before it was interrupted."""
+        """Write the images of a batch, without those that are there; keep those that the grid shows."""
         places = [place for place, seed in enumerate(seeds) if seed in self.missing]
         self.writer.write([seeds[place] for place in places], images[places])
-        shown = set(self.shown)
+        shown = set(self.layout.seeds)
         # Copies: a view would keep, and send to the other processes, the whole batch.
-        self._kept.update({seed: image.clone() for seed, image in zip(seeds, images, strict=True) if seed in shown})
+        self._shown_here |= {seed: image.clone() for seed, image in zip(seeds, images, strict=True) if seed in shown}
 
-    def finish(self, processes: Processes) -> torch.Tensor | None:
-        """All images of all processes are there. On the main process the folder is completed; those to be shown."""
+    def complete(self, processes: Processes) -> None:
+        """Complete the folder when all processes have made their images; the main one keeps those that are shown."""
         self.writer.wait()
-        kept = {seed: image for part in processes.all_gather(self._kept) for seed, image in part.items()}
-        if self.record is None:
-            return None
-        before = [seed for seed in self.shown if seed not in kept]
-        if before:
-            kept.update(zip(before, self.writer.read(before), strict=True))
-        with said_in_one_line(self.folder):
+        found = {seed: image for part in processes.all_gather(self._shown_here) for seed, image in part.items()}
+        if not processes.is_main:
+            return
+        from_before = [seed for seed in self.layout.seeds if seed not in found]
+        if from_before:
+            found |= zip(from_before, self.writer.read(from_before), strict=True)
+        self.shown = torch.stack([found[seed] for seed in self.layout.seeds])
+        with one_line_if_unwritable(self.path):
             self.writer.finish()
-            self.record.write(len(self.record.seeds))
-        return torch.stack([kept[seed] for seed in self.shown])
+            self._write_record(len(self.all_seeds))
 
 
-def open_collections(
-    jobs: list[Job],
-    folders: list[Path],
-    seeds: list[int],
-    options: GenerationOptions,
-    how: dict[str, Any],
-    processes: Processes,
-) -> tuple[list[Collection], int]:
-    """A collection for each job, whose batches are set to those in which images are missing; and the batch size."""
-    records: list[Record] = []
-    if processes.is_main:
-        for job, folder in zip(jobs, folders, strict=True):
-            settings = settings_of(job, options.format, {**how, "batch_size": options.batch_size})
-            telling = telling_of(job.model, job.method, processes.device.type)
-            records.append(Record(folder, settings, telling, seeds, options.overwrite))
-    chosen = next((record.batch_size for record in records if record.batch_size), None)
-    batch_size = processes.broadcast(chosen) or choose_batch_size(jobs[0], processes, len(seeds), how["channels_last"])
-    begun = processes.broadcast([record.begin(batch_size) for record in records])
-    collections = []
-    for number, (in_subfolders, missing) in enumerate(begun):
-        jobs[number].batches = [batch for batch in divide(seeds, batch_size) if missing.intersection(batch)]
-        writer = open_writer(folders[number], options.format, in_subfolders)
-        record = records[number] if processes.is_main else None
-        layout = jobs[number].condition.layout(seeds, images_in_grid(options))
-        collections.append(Collection(jobs[number], folders[number], writer, missing, layout, record))
-    return collections, batch_size
+def complete_folders(
+    folders: Sequence[ImageFolder], processes: Processes, settings: InferenceSettings
+) -> InferenceSettings:
+    """Make the images that are missing in the folders, with their samples.json and grid.png.
+
+    All processes must call it. To be stopped means to keep what is whole; the same call continues with what is missing.
+    Return the settings with the batch size, which is measured unless it is given, or known from images that are there.
+    """
+    with interruption.deferred(), ExitStack() as writers:
+        known = [folder.take(settings, processes.device) for folder in folders] if processes.is_main else []
+        batch_size = processes.broadcast(next(filter(None, known), None))
+        if batch_size is None:
+            batch_size = choose_batch_size(folders[0].job, len(folders[0].seeds), processes, settings)
+        begun = [folder.begin(batch_size) for folder in folders] if processes.is_main else None
+        for folder, (in_subfolders, missing) in zip(folders, processes.broadcast(begun), strict=True):
+            writers.enter_context(folder.open(in_subfolders, missing))
+        missing = sum(len(folder.missing) for folder in folders)
+        logger.info("%d of %d images are missing", missing, sum(len(folder.seeds) for folder in folders))
+        batches = [
+            (folder.job, batch)
+            for folder in folders
+            for batch in divide(folder.seeds, batch_size)
+            if folder.missing.intersection(batch)
+        ]
+        settings = replace(settings, batch_size=batch_size)
+        folder_of = {folder.job: folder for folder in folders}
+        for job, batch, images in generate(batches, processes, settings):
+            folder_of[job].add(batch, images)
+        for folder in folders:
+            folder.complete(processes)
+    if processes.is_main:  # the others need not wait for it
+        for folder in folders:
+            save_grid(folder.shown, folder.layout, folder.path / "grid.png")
+    return settings

@@ -1,4 +1,4 @@
-"""What generation is told: sections of flags, and the seeds and the sampling method that they stand for.
+"""Options of generate.py: sections of flags, and the seeds that they stand for.
 
 Nothing heavy is imported here, so that `--help` answers at once.
 """
@@ -6,17 +6,13 @@ Nothing heavy is imported here, so that `--help` answers at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from common.errors import UserError
 from common.options import check_positive, option, parse_options
-
-if TYPE_CHECKING:
-    from run_folder.saved_model import SavedModel
-    from schedulers.denoising import SamplingMethod
+from generation.methods import SHORT_SAMPLING, chosen_method
 
 DEFAULT_IMAGES = 64
-SHORT_SAMPLING = 50
 LARGEST_GATHERED_GRID = 4096
 # Of a batch size that nobody gave: the smallest, and how many batches are left to share among the processes.
 SMALLEST_BATCH, BATCHES_TO_SHARE = 16, 32
@@ -174,7 +170,7 @@ def parse_generation(arguments: list[str]) -> GenerationOptions:
 def validate(options: GenerationOptions) -> None:
     """Values that make no sense whatever the model is."""
     check_positive(options, ["num_inference_steps", "num_images", "nearest", "batch_size"])
-    check_sampler(options, default_sampler(options))
+    chosen_method(options)
     seeds_of(options)
     check_condition(options)
     if options.interpolate and (len(set(options.interpolate)) != 2 or min(options.interpolate) < 0):
@@ -203,65 +199,6 @@ def check_condition(options: ConditionOptions) -> None:
             raise UserError(f"--{name} changes guidance, and there is none: add --guidance_scale, e.g. 2")
 
 
-def default_sampler(options: OutputOptions) -> str:
-    """Between two seeds one can only go where the noise is all in the start."""
-    return "ddim" if options.interpolate else "ddpm"
-
-
-def check_sampler(options: SamplerOptions, default: str = "ddpm") -> str:
-    """The name of the sampler that is asked for, and no other one's settings with it."""
-    given = [name for name in ("ddpm", "ddim", "scheduler") if getattr(options, name)]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(f'--{name}' for name in given)}: choose one sampler")
-    sampler = options.scheduler or (given[0] if given else default)
-    if options.eta is not None and sampler != "ddim":
-        raise UserError(f"--eta {options.eta:g}: is a setting of --ddim, not of {sampler}")
-    if options.eta is not None and not 0 <= options.eta <= 1:
-        raise UserError(f"--eta {options.eta:g}: must be from 0 to 1")
-    if options.variance_type and sampler != "ddpm":
-        raise UserError(f"--variance_type {options.variance_type}: is a setting of --ddpm, not of {sampler}")
-    if options.skip_schedule != "linear" and sampler not in ("ddpm", "ddim"):
-        raise UserError(f"--skip_schedule {options.skip_schedule}: {sampler} chooses its timesteps itself")
-    return sampler
-
-
-def build_method(options: SamplerOptions, model: SavedModel, default: str = "ddpm") -> SamplingMethod:
-    """The sampling method that the flags ask for, on a model's diffusion; without any the default."""
-    from schedulers.denoising import DDIMSampling, DDPMSampling, DiffusersSampling, UnusableScheduler
-
-    sampler, total = check_sampler(options, default), model.scheduler.config.num_train_timesteps
-    steps = options.num_inference_steps or (total if sampler == "ddpm" else min(SHORT_SAMPLING, total))
-    if steps > total:
-        raise UserError(f"--num_inference_steps {steps}: more than the {total} steps {model.name} was trained with")
-    if sampler == "ddpm":
-        return DDPMSampling(model.scheduler, steps, options.variance_type, options.skip_schedule)
-    if sampler == "ddim":
-        return DDIMSampling(model.scheduler, steps, options.eta or 0.0, options.skip_schedule)
-    try:
-        return DiffusersSampling(model.scheduler, sampler, steps)
-    except UnusableScheduler as error:
-        raise UserError(f"--scheduler {sampler}: {error}") from error
-
-
-def describe_method(method: SamplingMethod) -> str:
-    """A sampler in a line, with what was decided for the user."""
-    settings = method.settings
-    text = f"{settings['sampler']}, {settings['num_inference_steps']} steps"
-    if "skip_schedule" in settings:
-        text += f", {settings['skip_schedule']}"
-        if len(method.timesteps) < settings["num_inference_steps"]:
-            text += f" ({len(method.timesteps)} different timesteps)"
-    elif len(method.timesteps) != settings["num_inference_steps"]:
-        text += f" ({len(method.timesteps)} calls of the network)"
-    if "eta" in settings:
-        text += f", eta {settings['eta']:g}"
-    if "variance_type" in settings:
-        text += f", variance {settings['variance_type']}"
-        if settings["variance_type"] == "fixed_small" and len(method.timesteps) < len(method.scheduler.betas):
-            text += ", the default of a sub-sequence (--variance_type)"
-    return text
-
-
 def seeds_of(options: ImageOptions) -> list[int]:
     """The seeds, each once, in ascending order."""
     if options.seeds is None:
@@ -282,11 +219,6 @@ def seeds_of(options: ImageOptions) -> list[int]:
             f"--num_images {options.num_images}: --seeds {options.seeds} are {len(seeds)}; give one of both"
         )
     return sorted(seeds)
-
-
-def images_in_grid(options: OutputOptions) -> int | None:
-    """How many images a grid has at most, if there is a limit."""
-    return None if options.gather_grid else DEFAULT_IMAGES
 
 
 def as_ranges(seeds: list[int]) -> str:

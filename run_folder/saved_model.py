@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import torch
 
     from schedulers.ddpm import ExactDDPMScheduler
-    from schedulers.denoising import SamplingMethod
 
 logger = logging.getLogger(__name__)
 
@@ -90,26 +89,6 @@ class SavedModel:
         except Exception as error:  # diffusers raises whatever a wrong file runs into
             raise UserError(f"{self.network_folder}: cannot be loaded ({first_line(error)})") from error
         return network.to(device).eval()
-
-
-def output_folder(model: SavedModel, method: SamplingMethod, precision: str = "no", told: str = "") -> Path:
-    """Where the images of a model go when no folder is named, and where to look for them.
-
-    `told` is what they were told to show, in short.
-    """
-    settings = method.settings
-    parts = [model.label, settings["sampler"], str(settings["num_inference_steps"])]
-    if settings.get("skip_schedule", "linear") != "linear":
-        parts.append(settings["skip_schedule"])
-    if settings.get("eta"):
-        parts.append(f"eta-{settings['eta']:g}")
-    if "variance_type" in settings:
-        parts.append(settings["variance_type"])
-    if precision != "no":
-        parts.append(precision)
-    if told:
-        parts.append(told)
-    return model.home / "generated" / "-".join(parts)
 
 
 def find_models(model: str | None, steps: list[str], weights: str | None) -> list[SavedModel]:

@@ -19,8 +19,7 @@ from common.progress import progress_bar
 from image_data.grid import image_grid, side_by_side
 from run_folder.checkpoint_files import describe
 from run_folder.checkpoints import newest
-from schedulers.denoising import DDPMSampling
-from schedulers.denoising_loop import denoise, network_predict, to_uint8
+from schedulers.denoising import DDPM, denoise, network_predict, to_uint8
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -67,7 +66,7 @@ class Milestones:
         self.model_steps = config.save_model_epochs * steps_per_epoch if config.save_model_epochs else None
         full_length = config.ddpm_num_inference_steps == config.ddpm_num_steps
         variance_type = scheduler.config.variance_type if full_length else None
-        self.sampling = DDPMSampling(scheduler, config.ddpm_num_inference_steps, variance_type)
+        self.sampling = DDPM(scheduler, config.ddpm_num_inference_steps, variance_type)
         self.plain_scheduler = scheduler.plain()
         # A row for each class or prompt, or nearly a square.
         self.condition, rows = condition, len(condition.rows_of_grid)
