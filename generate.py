@@ -25,9 +25,9 @@ def main() -> None:
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
     from conditions.guidance import condition_of
-    from generation.collection import ImageFolder, complete_folders, default_folder
     from generation.engine import InferenceSettings, Job, prefers_channels_last
     from generation.pictures import SHOWN, save_interpolation, save_nearest, save_progress
+    from generation.sample_folder import SampleFolder, complete_folders, default_folder
     from run_folder.saved_model import find_models
 
     precision = resolve_precision(options.mixed_precision)
@@ -43,7 +43,7 @@ def main() -> None:
         if options.output_dir is not None:
             path = Path(options.output_dir) / (model.name if options.checkpoints else "")
         most_in_grid = None if options.gather_grid else DEFAULT_IMAGES
-        folders.append(ImageFolder(path, job, seeds, options.format, options.overwrite, most_in_grid))
+        folders.append(SampleFolder(path, job, seeds, options.format, options.overwrite, most_in_grid))
 
     if options.interpolate:
         first, last = options.interpolate

@@ -16,16 +16,16 @@ from common.errors import UserError
 from common.files import sha256
 from evaluation.image_sets import EncodedImages, as_rgb, open_images
 from evaluation.results import Measured
-from generation.collection import (
+from generation.engine import InferenceSettings, Job, generate_images, prefers_channels_last
+from generation.methods import METHOD_SETTINGS
+from generation.sample_folder import (
     RECORD,
-    ImageFolder,
+    SampleFolder,
     UnusableFolder,
     complete_folders,
     default_folder,
     read_record,
 )
-from generation.engine import InferenceSettings, Job, generate_images, prefers_channels_last
-from generation.methods import METHOD_SETTINGS
 from image_data.sources import load_images
 from run_folder.checkpoints import WEIGHTS, checkpoints
 from run_folder.saved_model import CONFIG, METRICS, PIPELINE, SavedModel, find_models
@@ -158,7 +158,7 @@ def keep_images(
     processes: Processes,
 ) -> Path:
     """Generate images into the folder that generate.py would choose, as it would: with samples.json and a grid."""
-    folder = ImageFolder(default_folder(job, precision), job, range(num_images))
+    folder = SampleFolder(default_folder(job, precision), job, range(num_images))
     try:
         complete_folders([folder], processes, inference_settings(precision, batch_size, processes))
     except UnusableFolder as error:

@@ -43,6 +43,9 @@ class Job:
     condition: NoCondition = NoCondition()
 
 
+Batch = tuple[Job, list[int]]  # with the seeds whose images are made together
+
+
 @dataclass(frozen=True)
 class InferenceSettings:
     """How networks are run. Each of these can change the last bits of an image."""
@@ -75,7 +78,7 @@ def generate_images(
 
 
 def generate(
-    batches: Sequence[tuple[Job, list[int]]], processes: Processes, settings: InferenceSettings
+    batches: Sequence[Batch], processes: Processes, settings: InferenceSettings
 ) -> Iterator[tuple[Job, list[int], torch.Tensor]]:
     """Yield `(job, seeds, images)` of this process's share of the batches, of which each is a job and its seeds.
 
@@ -87,7 +90,7 @@ def generate(
     if not batches:
         return
     running = RunningNetwork(batches[0][0], processes, settings)
-    log_estimate(batches, processes, settings, running.warm_up())
+    running.warm_up(batches)
     taken, progress = processes.shared_counter(), SharedProgress(batches, processes)
     stopped, made = False, 0
     with progress.bar:
@@ -154,11 +157,20 @@ class RunningNetwork:
             samples = denoise(predict, job.method, on_device, job.model.shape, on_step, initial_noise)
         return to_uint8(samples[: len(seeds)]).cpu()
 
-    def warm_up(self) -> float:
-        """Run the network and return the seconds of a pass, after one that may take long."""
+    def warm_up(self, batches: Sequence[Batch]) -> None:
+        """Run the network, which may take long at first, and log how long such passes will take for the batches."""
         kinds = (Exception,) if self.is_compiled else ()  # whatever is missing on this machine for it
         with user_errors("--compile: not possible here", *kinds), self._explaining_lack_of_memory():
-            return self.seconds_per_pass(self.batch_size)
+            seconds = self.seconds_per_pass(self.batch_size)
+        passes = sum(len(job.method.timesteps) for job, _ in batches)
+        passes_per_second = sum(1 / of_one for of_one in self.processes.all_gather(seconds))
+        logger.info(
+            "%s images to generate in batches of %d on %d process(es): about %s",
+            f"{sum(len(seeds) for _, seeds in batches):,}",
+            self.batch_size,
+            self.processes.count,
+            timedelta(seconds=round(passes / passes_per_second)),
+        )
 
     def seconds_per_pass(self, size: int) -> float:
         """Measure one call of the network for a batch of this size, after one to warm up."""
@@ -182,21 +194,6 @@ class RunningNetwork:
                 f"--batch_size {self.batch_size}: does not fit in the memory of {self.processes.device}; "
                 f"choose a smaller one"
             ) from error
-
-
-def log_estimate(
-    batches: Sequence[tuple[Job, list[int]]], processes: Processes, settings: InferenceSettings, seconds: float
-) -> None:
-    """Log how long all of it will take, by the seconds of a pass of the first network on every process."""
-    passes = sum(len(job.method.timesteps) for job, _ in batches)
-    passes_per_second = sum(1 / other for other in processes.all_gather(seconds))
-    logger.info(
-        "%s images to generate in batches of %d on %d process(es): about %s",
-        f"{sum(len(seeds) for _, seeds in batches):,}",
-        settings.batch_size,
-        processes.count,
-        timedelta(seconds=round(passes / passes_per_second)),
-    )
 
 
 def choose_batch_size(job: Job, num_images: int, processes: Processes, settings: InferenceSettings) -> int:
@@ -229,7 +226,7 @@ def choose_batch_size(job: Job, num_images: int, processes: Processes, settings:
 class SharedProgress:
     """A bar of the images of all processes, counted by denoising steps: a single batch can take minutes."""
 
-    def __init__(self, batches: Sequence[tuple[Job, list[int]]], processes: Processes):
+    def __init__(self, batches: Sequence[Batch], processes: Processes):
         self.done = processes.shared_counter()
         self.unreported, self.last_report = 0, 0.0
         self.bar = progress_bar(

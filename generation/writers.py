@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import io
 import itertools
-import os
 import shutil
 import zipfile
 import zlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import torch
 from PIL import Image
+from pyarrow import parquet
 
 from common import interruption
 from common.errors import RunFailed
@@ -51,7 +52,7 @@ def one_line_if_unwritable(folder: Path) -> Iterator[None]:
         ) from error
 
 
-class ImageWriter(ABC):
+class ImageWriter(AbstractContextManager):
     """Hands images to threads. What goes wrong there is raised here, as one line."""
 
     def __init__(self, folder: Path):
@@ -84,9 +85,6 @@ class ImageWriter(ABC):
         self.wait(MOST_PENDING - 1)
         self._pending.append(self._threads.submit(action, *arguments))
 
-    def __enter__(self) -> ImageWriter:
-        return self
-
     def __exit__(self, kind: type | None, *failure) -> None:
         """Write what has been handed over, also when something stopped the generation."""
         try:
@@ -108,14 +106,8 @@ class PngFolder(ImageWriter):
         return self.folder / "images" / subfolder / f"{seed:06d}.png"
 
     def existing(self) -> set[int]:
-        root = self.folder / "images"
-        return {
-            int(entry.name.removesuffix(".png"))
-            for folder in (root.glob("[0-9]*/") if self.in_subfolders else [root])
-            if folder.is_dir()
-            for entry in os.scandir(folder)
-            if entry.name.removesuffix(".png").isdecimal() and entry.stat().st_size > 0
-        }
+        files = (self.folder / "images").glob("*/*.png" if self.in_subfolders else "*.png")
+        return {int(path.stem) for path in files if path.stem.isdecimal() and path.stat().st_size > 0}
 
     def write(self, seeds: list[int], images: torch.Tensor) -> None:
         share = -(-len(seeds) // MOST_WORKERS)
@@ -149,7 +141,10 @@ def decode(files: Iterable[Path | io.BytesIO]) -> torch.Tensor:
 
 
 class PartsWriter(ImageWriter):
-    """A file for each batch, put together at the end."""
+    """A file for each batch, put together at the end.
+
+    A format reads the seeds and some of the images of a file, writes the part of a batch, and assembles all.
+    """
 
     suffix: str
     finished: str  # what matches the files at the end
@@ -190,18 +185,6 @@ class PartsWriter(ImageWriter):
             for place, seed in enumerate(self._read_seeds(path)):
                 rows.setdefault(seed, (path, place))
         return dict(sorted(rows.items()))
-
-    @abstractmethod
-    def _read_seeds(self, path: Path) -> list[int]: ...
-
-    @abstractmethod
-    def _read_images(self, path: Path, places: list[int]) -> torch.Tensor: ...
-
-    @abstractmethod
-    def _write_part(self, path: Path, seeds: list[int], images: torch.Tensor) -> None: ...
-
-    @abstractmethod
-    def _assemble(self, rows: dict[int, Row]) -> None: ...
 
 
 def runs(rows: Iterable[Row]) -> Iterator[tuple[Path, list[int]]]:
@@ -244,38 +227,31 @@ class ParquetFolder(PartsWriter):
     suffix, finished = ".parquet", "data/train-*.parquet"
 
     def _read_seeds(self, path: Path) -> list[int]:
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_table(path, columns=["seed"])["seed"].to_pylist()
+        return parquet.read_table(path, columns=["seed"])["seed"].to_pylist()
 
     def _read_images(self, path: Path, places: list[int]) -> torch.Tensor:
-        import pyarrow.parquet
-
-        files = pyarrow.parquet.read_table(path, columns=["image"]).take(places)["image"].to_pylist()
+        files = parquet.read_table(path, columns=["image"]).take(places)["image"].to_pylist()
         return decode(io.BytesIO(file["bytes"]) for file in files)
 
     def _write_part(self, path: Path, seeds: list[int], images: torch.Tensor) -> None:
-        import pyarrow.parquet
         from datasets import Features, Value
         from datasets import Image as ImageFeature
 
         # With what `datasets` needs to know that the bytes are images.
         schema = Features({"image": ImageFeature(), "seed": Value("int64")}).arrow_schema
         files = [{"bytes": as_png(image), "path": f"{seed:06d}.png"} for seed, image in zip(seeds, images, strict=True)]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pydict({"image": files, "seed": seeds}, schema=schema), path)
+        parquet.write_table(pyarrow.Table.from_pydict({"image": files, "seed": seeds}, schema=schema), path)
 
     def _assemble(self, rows: dict[int, Row]) -> None:
-        import pyarrow.parquet
-
         aside = self.folder / ".data.tmp"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         in_order = list(rows.values())
         shards = [in_order[start : start + ROWS_PER_SHARD] for start in range(0, len(in_order), ROWS_PER_SHARD)]
         for number, shard in enumerate(shards):
-            tables = [pyarrow.parquet.read_table(path).take(places) for path, places in runs(shard)]
+            tables = [parquet.read_table(path).take(places) for path, places in runs(shard)]
             name = f"train-{number:05d}-of-{len(shards):05d}.parquet"
-            pyarrow.parquet.write_table(pyarrow.concat_tables(tables), aside / name)
+            parquet.write_table(pyarrow.concat_tables(tables), aside / name)
         replace_folder(aside, self.folder / "data")
 
 

@@ -244,7 +244,7 @@ def test_the_batch_size_that_was_chosen_is_kept(run, reference, tmp_path, monkey
     def never(*arguments: object) -> int:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("generation.collection.choose_batch_size", never)
+    monkeypatch.setattr("generation.sample_folder.choose_batch_size", never)
     generate(run, *FAST, f"--output_dir={tmp_path / 'out'}")
     assert hashes(tmp_path / "out") == hashes(reference)
 

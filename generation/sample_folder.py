@@ -40,25 +40,23 @@ class UnusableFolder(UserError):
     """A folder that holds something else than the images that are to be made."""
 
 
-def default_folder(job: Job, precision: str = "no") -> Path:
+def default_folder(job: Job, precision: str) -> Path:
     """Return where the images of a job go when no folder is named, and where to look for them."""
     parts = [job.model.label, job.method.folder_name, "" if precision == "no" else precision, job.condition.name]
     return job.model.home / "generated" / "-".join(filter(None, parts))
 
 
-def read_record(folder: Path, overwrite: bool = False) -> dict[str, Any] | None:
+def read_record(folder: Path) -> dict[str, Any] | None:
     """Return what samples.json says, if there is one."""
     path = folder / RECORD
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     except ValueError as error:
-        if overwrite:
-            return {}
         raise UnusableFolder(f"{path}: is not what was written; --overwrite makes the images anew") from error
 
 
-class ImageFolder:
-    """A folder with one image for each seed, made by one job. On the main process it owns samples.json."""
+class SampleFolder:
+    """A folder with one image for each seed, made by one job. The main process keeps its samples.json."""
 
     def __init__(
         self,
@@ -72,31 +70,32 @@ class ImageFolder:
         self.path, self.job, self.seeds = path, job, list(seeds)
         self.image_format, self.overwrite = image_format, overwrite
         self.layout = job.condition.layout(seeds, most_in_grid)
-        self._shown_here: dict[int, torch.Tensor] = {}  # images of the grid that this process has made
 
     # What the main process does before there are images.
 
-    def take(self, settings: InferenceSettings, device: torch.device) -> int | None:
-        """Lock the folder, unless it is yet to be made, and return the batch size that its images have, or shall have.
+    def claim(self, settings: InferenceSettings, device: torch.device) -> int | None:
+        """Lock the folder, if it is there, and return the batch size that its images shall have or have.
 
         Raise `UnusableFolder` if it holds something else. Nothing is made yet.
         """
-        job, scheduler_config = self.job, self.job.model.scheduler.config
+        model, method = self.job.model, self.job.method
         self.settings = {  # what two sets of images must have in common to be one
-            "sha256": job.model.sha256,
-            "weights": job.model.weights,
-            "num_train_timesteps": scheduler_config.num_train_timesteps,
-            **(dict.fromkeys(METHOD_SETTINGS) | job.method.settings),
-            **(dict.fromkeys(CONDITION_SETTINGS) | job.condition.settings),
+            "sha256": model.sha256,
+            "weights": model.weights,
+            "num_train_timesteps": model.scheduler.config.num_train_timesteps,
+            **dict.fromkeys(METHOD_SETTINGS),
+            **method.settings,
+            **dict.fromkeys(CONDITION_SETTINGS),
+            **self.job.condition.settings,
             **asdict(settings),
             "format": self.image_format,
         }
         self.provenance = {
-            "model": job.model.source,
-            "step": job.model.step,
-            "train_seconds": job.model.train_seconds,
-            "shape": list(job.model.shape),
-            "timesteps": len(job.method.timesteps),
+            "model": model.source,
+            "step": model.step,
+            "train_seconds": model.train_seconds,
+            "shape": list(model.shape),
+            "timesteps": len(method.timesteps),
             "device": device.type,
             "versions": {name: version(name) for name in ("torch", "diffusers")},
         }
@@ -112,8 +111,7 @@ class ImageFolder:
         return settings.batch_size or (self.record_before and self.record_before["batch_size"])
 
     def _look_inside(self) -> None:
-        record = read_record(self.path, self.overwrite)
-        if record is None:
+        if not (self.path / RECORD).exists():
             foreign = sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK_FILE)
             if foreign:
                 raise UnusableFolder(
@@ -121,16 +119,20 @@ class ImageFolder:
                     f"({', '.join(foreign[:3])}); choose an empty or new folder"
                 )
         elif not self.overwrite:
-            self.record_before = record
+            self.record_before = read_record(self.path)
             self._refuse_other_settings()
-            self._warn_of_another_machine()
+            for name in ("device", "versions"):
+                before, now = self.record_before[name], self.provenance[name]
+                if before != now:
+                    other = f"another {name.removesuffix('s')} ({before}, now {now})"
+                    message = "The images in %s were begun with %s: others may differ in their last bits"
+                    logger.warning(message, self.path, other)
 
     def _refuse_other_settings(self) -> None:
-        before = self.record_before
         differences = [
-            f"{name} {before.get(name)} -> {value}"
+            f"{name} {self.record_before.get(name)} -> {value}"
             for name, value in self.settings.items()
-            if before.get(name) != value and not (name == "batch_size" and value is None)
+            if self.record_before.get(name) != value and not (name == "batch_size" and value is None)
         ]
         if differences:
             raise UnusableFolder(
@@ -138,25 +140,13 @@ class ImageFolder:
                 f"--output_dir, or delete them with --overwrite"
             )
 
-    def _warn_of_another_machine(self) -> None:
-        for name in ("device", "versions"):
-            if self.record_before[name] != self.provenance[name]:
-                logger.warning(
-                    "The images in %s were begun with another %s (%s, now %s): others may differ in their last bits",
-                    self.path,
-                    name.removesuffix("s"),
-                    self.record_before[name],
-                    self.provenance[name],
-                )
-
     def begin(self, batch_size: int) -> tuple[bool, set[int]]:
         """Make the folder and samples.json; return whether there are sub-folders, and the seeds that are missing."""
         self.settings["batch_size"] = batch_size
+        self.in_subfolders = len(self.seeds) > IMAGES_PER_FOLDER
         if self.record_before is not None:
             self._refuse_other_settings()
             self.in_subfolders = self.record_before["subfolders"]
-        else:
-            self.in_subfolders = len(self.seeds) > IMAGES_PER_FOLDER
         with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
             self.path.mkdir(parents=True, exist_ok=True)
             lock(self.path)
@@ -168,12 +158,10 @@ class ImageFolder:
         return self.in_subfolders, set(self.seeds) - existing
 
     def _remove_files(self) -> None:
-        """Remove what a killed process has left unfinished; to overwrite is to remove all that a generation writes."""
-        for path in self.path.rglob(".*.tmp"):
-            if path.is_file():
-                path.unlink()
-        for name in (*PICTURES, *WRITTEN, RECORD) if self.overwrite else ():
-            path = self.path / name
+        """Remove what a killed process left unfinished and, to overwrite, all that a generation writes."""
+        unfinished = [path for path in self.path.rglob(".*.tmp") if path.is_file()]
+        written = [self.path / name for name in (*PICTURES, *WRITTEN, RECORD)] if self.overwrite else []
+        for path in [*unfinished, *written]:
             if path.is_dir():
                 shutil.rmtree(path)
             else:
@@ -193,60 +181,50 @@ class ImageFolder:
     # What every process does.
 
     def open(self, in_subfolders: bool, missing: set[int]) -> ImageWriter:
-        """Return the writer to be used, and closed, by whoever adds images."""
+        """Open the folder for the images of the missing seeds; the writer that is returned must be closed."""
         self.missing = missing
         self.writer = open_writer(self.path, self.image_format, in_subfolders)
         return self.writer
 
     def add(self, seeds: list[int], images: torch.Tensor) -> None:
-        """Write the images of a batch, without those that are there; keep those that the grid shows."""
+        """Write the images of a batch, without those that are there."""
         places = [place for place, seed in enumerate(seeds) if seed in self.missing]
         self.writer.write([seeds[place] for place in places], images[places])
-        shown = set(self.layout.seeds)
-        # Copies: a view would keep, and send to the other processes, the whole batch.
-        self._shown_here |= {seed: image.clone() for seed, image in zip(seeds, images, strict=True) if seed in shown}
 
     def complete(self, processes: Processes) -> None:
         """Complete the folder when all processes have made their images; the main one keeps those that are shown."""
         self.writer.wait()
-        found = {seed: image for part in processes.all_gather(self._shown_here) for seed, image in part.items()}
-        if not processes.is_main:
-            return
-        from_before = [seed for seed in self.layout.seeds if seed not in found]
-        if from_before:
-            found |= zip(from_before, self.writer.read(from_before), strict=True)
-        self.shown = torch.stack([found[seed] for seed in self.layout.seeds])
-        with one_line_if_unwritable(self.path):
-            self.writer.finish()
-            self._write_record(len(self.all_seeds))
+        processes.barrier()
+        if processes.is_main:
+            self.shown = self.writer.read(self.layout.seeds)
+            with one_line_if_unwritable(self.path):
+                self.writer.finish()
+                self._write_record(len(self.all_seeds))
 
 
 def complete_folders(
-    folders: Sequence[ImageFolder], processes: Processes, settings: InferenceSettings
+    folders: Sequence[SampleFolder], processes: Processes, settings: InferenceSettings
 ) -> InferenceSettings:
-    """Make the images that are missing in the folders, with their samples.json and grid.png.
+    """Make the images that are missing in the folders, with samples.json and grid.png, and return the settings used.
 
     All processes must call it. To be stopped means to keep what is whole; the same call continues with what is missing.
-    Return the settings with the batch size, which is measured unless it is given, or known from images that are there.
+    A batch size that is not given is that of images that are there, or the fastest.
     """
     with interruption.deferred(), ExitStack() as writers:
-        known = [folder.take(settings, processes.device) for folder in folders] if processes.is_main else []
+        known = [folder.claim(settings, processes.device) for folder in folders] if processes.is_main else []
         batch_size = processes.broadcast(next(filter(None, known), None))
         if batch_size is None:
             batch_size = choose_batch_size(folders[0].job, len(folders[0].seeds), processes, settings)
+        settings = replace(settings, batch_size=batch_size)
         begun = [folder.begin(batch_size) for folder in folders] if processes.is_main else None
+        batches, folder_of = [], {folder.job: folder for folder in folders}
         for folder, (in_subfolders, missing) in zip(folders, processes.broadcast(begun), strict=True):
             writers.enter_context(folder.open(in_subfolders, missing))
+            batches += [
+                (folder.job, batch) for batch in divide(folder.seeds, batch_size) if missing.intersection(batch)
+            ]
         missing = sum(len(folder.missing) for folder in folders)
         logger.info("%d of %d images are missing", missing, sum(len(folder.seeds) for folder in folders))
-        batches = [
-            (folder.job, batch)
-            for folder in folders
-            for batch in divide(folder.seeds, batch_size)
-            if folder.missing.intersection(batch)
-        ]
-        settings = replace(settings, batch_size=batch_size)
-        folder_of = {folder.job: folder for folder in folders}
         for job, batch, images in generate(batches, processes, settings):
             folder_of[job].add(batch, images)
         for folder in folders:
