@@ -55,12 +55,14 @@ def drawing(
 
 
 @contextmanager
-def single_panel(path: Path, legend_title: str | None = None, **settings: object) -> Iterator[Axes]:
+def single_panel(
+    path: Path, title: str, xlabel: str, ylabel: str, legend_title: str | None = None, **settings: object
+) -> Iterator[Axes]:
     """Yield a panel to draw on; `settings` are those of `Axes.set`, and a legend stands beside curves with labels."""
     with drawing(path) as (_, panels):
         axes = panels.item()
         yield axes
-        axes.set(**settings)
+        axes.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
         if axes.get_legend_handles_labels()[0]:
             legend_beside(panels, legend_title)
 

@@ -91,7 +91,7 @@ def spherical(first: torch.Tensor, last: torch.Tensor, fractions: torch.Tensor) 
 
 def save_nearest(images: torch.Tensor, options: OutputOptions, model: SavedModel, path: Path) -> None:
     """Draw each image, and after a gap the training images that are nearest to it in pixels."""
-    training_images = load_training_images(model.home, model.shape, options.dataset_name, options.train_data_dir)
+    training_images = images_to_compare(model, options)
     indices = nearest(images, training_images, min(options.nearest, len(training_images)))
     neighbours = at_centre(training_images, indices.flatten())
     pictures = {
@@ -121,16 +121,15 @@ def at_centre(training_images: InMemoryImages | StreamedImages, indices: torch.T
     return training_images.crops(indices, torch.full((len(indices), 2), 0.5))
 
 
-def load_training_images(
-    run: Path, shape: tuple[int, int, int], dataset_name: str | None, train_data_dir: str | None
-) -> InMemoryImages | StreamedImages:
-    """Load the images that a run was trained on, or those that are named, in the model's size."""
-    channels, height, width = shape
-    if dataset_name or train_data_dir:
-        named = {"dataset_name": dataset_name, "train_data_dir": train_data_dir}
+def images_to_compare(model: SavedModel, options: OutputOptions) -> InMemoryImages | StreamedImages:
+    """Load the images that the model was trained on, or those that are named, in the model's size."""
+    channels, height, width = model.shape
+    run = RunFolder(model.home)
+    if options.dataset_name or options.train_data_dir:
+        named = {"dataset_name": options.dataset_name, "train_data_dir": options.train_data_dir}
         config = TrainingConfig(**named, center_crop=True, on_bad_image="skip")
-    elif RunFolder(run).config_file.exists():
-        config = RunFolder(run).read_config()
+    elif run.config_file.exists():
+        config = run.read_config()
     else:
         raise UserError("--nearest: the model is not of a run; name its images with --dataset_name or --train_data_dir")
     names = "dataset_name dataset_config_name train_data_dir image_column cache_dir max_train_samples".split()

@@ -16,26 +16,24 @@ from schedulers.weighting import LOSS_WEIGHTINGS, signal_to_noise, weighting_tab
 
 BATCHES, BATCH_SIZE = 800, 128  # about 100,000 timesteps, drawn as a run draws them: a sampler may look at the batch
 BARS = 50
+TIMESTEP = "timestep $t$"
 VISIBLE_WEIGHTS = (1e-4, 1e3)  # some reach 1e-9 or 1e9 where an image begins or ends, which would squeeze the rest
 PREDICTIONS = {"epsilon": r"error of $\epsilon$", "v_prediction": "error of $v$", "sample": "error of $x_0$"}
 
-Schedulers = dict[str, ExactDDPMScheduler]  # by the names of their beta schedules
 
-
-def draw_betas(schedulers: Schedulers, path: Path) -> Path:
+def draw_betas(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Path:
     """Draw beta_t of every schedule."""
     title = "How much noise each step of the forward process adds"
-    with single_panel(path, title=title, yscale="log", xlabel="timestep $t$", ylabel=r"$\beta_t$") as axes:
+    with single_panel(path, title, TIMESTEP, r"$\beta_t$", yscale="log") as axes:
         for name, scheduler in schedulers.items():
             axes.plot(scheduler.betas, label=name)
     return path
 
 
-def draw_snr(schedulers: Schedulers, path: Path) -> Path:
+def draw_snr(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Path:
     """Draw SNR_t = a_t / (1 - a_t) of every schedule: what is left of the image in x_t."""
     title = "Signal-to-noise ratio of $x_t$: how fast the image dissolves"
-    label = r"SNR$_t = \bar\alpha_t\,/\,(1 - \bar\alpha_t)$"
-    with single_panel(path, title=title, yscale="log", xlabel="timestep $t$", ylabel=label) as axes:
+    with single_panel(path, title, TIMESTEP, r"SNR$_t = \bar\alpha_t\,/\,(1 - \bar\alpha_t)$", yscale="log") as axes:
         for name, scheduler in schedulers.items():
             axes.plot(signal_to_noise(scheduler.alphas_cumprod), label=name)
         axes.axhline(1, color=NOTE, linewidth=0.8, linestyle="-")
@@ -43,7 +41,7 @@ def draw_snr(schedulers: Schedulers, path: Path) -> Path:
     return path
 
 
-def build_samplers(schedulers: Schedulers) -> dict[str, dict[str, TimestepSampler]]:
+def build_samplers(schedulers: dict[str, ExactDDPMScheduler]) -> dict[str, dict[str, TimestepSampler]]:
     """Return every timestep sampler for every schedule, by name and schedule; say which cannot be built."""
     samplers = {}
     for name, kind in TIMESTEP_SAMPLERS.items():
@@ -71,7 +69,7 @@ def draw_samplers(samplers: dict[str, dict[str, TimestepSampler]], seed: int, pa
             axes.set_visible(False)
         agree = "; one curve where the schedules agree" if len(by_schedule) > 1 else ""
         figure.suptitle(f"How often each timestep is drawn, and how much its loss then counts{agree}")
-        figure.supxlabel("timestep $t$")
+        figure.supxlabel(TIMESTEP)
         figure.supylabel("relative to uniform")
         legend_beside(panels)
     return path
@@ -93,7 +91,7 @@ def _draw_sampler(axes: Axes, sampler: TimestepSampler, seed: int, colour: str, 
     axes.stairs(weight, edges, color=colour, label=f"loss weight $w_t$, {schedule}", **line)
 
 
-def draw_weightings(schedulers: Schedulers, path: Path) -> Path:
+def draw_weightings(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Path:
     """Draw the table of every loss weighting, for what the network may predict and for every schedule."""
     layout = {"rows": len(schedulers), "columns": len(PREDICTIONS), "panel_width": 4}
     with drawing(path, **layout, sharex=True, sharey=True) as (figure, panels):
@@ -104,7 +102,7 @@ def draw_weightings(schedulers: Schedulers, path: Path) -> Path:
                 axes.set(title=f"{schedule}: {error}", yscale="log")
         panels.flat[0].set_ylim(VISIBLE_WEIGHTS)
         figure.suptitle("How much the squared error counts at each timestep, by what the network predicts")
-        figure.supxlabel("timestep $t$")
+        figure.supxlabel(TIMESTEP)
         figure.supylabel("loss weight")
         legend_beside(panels)
     return path

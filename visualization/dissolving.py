@@ -51,7 +51,11 @@ def dissolving_frames(images: torch.Tensor, schedulers: dict[str, ExactDDPMSched
             name: image_grid(to_uint8(scheduler.add_noise(images, noise, at_t)), columns, NARROWEST // columns)
             for name, scheduler in schedulers.items()
         }
-        frames.append(_under_header(side_by_side(grids), f"t = {t}"))
+        row = side_by_side(grids)
+        frame = Image.new("RGB", (row.width, row.height + HEADER_HEIGHT), "white")
+        frame.paste(row, (0, HEADER_HEIGHT))
+        ImageDraw.Draw(frame).text((2, 2), f"t = {t}", fill="black", font=ImageFont.load_default(18))
+        frames.append(frame)
     return frames
 
 
@@ -64,13 +68,6 @@ def save_animation(frames: list[Image.Image], path: Path) -> Path:
     with written_aside(path) as aside:
         first.save(aside, "GIF", save_all=True, append_images=others, duration=durations, loop=0)
     return path
-
-
-def _under_header(picture: Image.Image, text: str) -> Image.Image:
-    framed = Image.new("RGB", (picture.width, picture.height + HEADER_HEIGHT), "white")
-    framed.paste(picture, (0, HEADER_HEIGHT))
-    ImageDraw.Draw(framed).text((2, 2), text, fill="black", font=ImageFont.load_default(18))
-    return framed
 
 
 def _common_palette(frames: list[Image.Image]) -> Image.Image:

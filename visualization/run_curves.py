@@ -64,9 +64,8 @@ def draw_densities(densities: dict[int, torch.Tensor], sampler_name: str, path: 
     """Draw the density over t at the checkpoints, from light (early) to dark (late)."""
     steps = list(densities)
     shown = [steps[i] for i in sorted({round(i) for i in np.linspace(0, len(steps) - 1, MOST_CURVES)})]
-    labels = {"xlabel": "timestep $t$", "ylabel": r"density $T\,p_t$ (uniform: 1)"}
-    title = f"Density of '{sampler_name}' over the timesteps"
-    with single_panel(path, "at step", title=title, ylim=(0, None), **labels) as axes:
+    title, ylabel = f"Density of '{sampler_name}' over the timesteps", r"density $T\,p_t$ (uniform: 1)"
+    with single_panel(path, title, "timestep $t$", ylabel, legend_title="at step", ylim=(0, None)) as axes:
         for place, step in zip(np.linspace(0.75, 0, len(shown)), shown, strict=True):
             density = densities[step]
             axes.plot(density * len(density), color=colormaps["viridis"](place), linestyle="-", label=f"{step:,}")
@@ -76,9 +75,8 @@ def draw_densities(densities: dict[int, torch.Tensor], sampler_name: str, path: 
 def draw_losses_by_quarter(metrics: list[dict], num_train_timesteps: int, path: Path) -> Path:
     """Draw loss_q0 .. loss_q3: the error where t is small is not the error where t is large, and moves otherwise."""
     edges = [quarter * num_train_timesteps // QUARTERS for quarter in range(QUARTERS + 1)]
-    labels = {"xlabel": "step", "ylabel": "squared error, unweighted"}
-    title = "Mean loss of each quarter of the timesteps"
-    with single_panel(path, "timestep $t$", title=title, yscale="log", **labels) as axes:
+    title, ylabel = "Mean loss of each quarter of the timesteps", "squared error, unweighted"
+    with single_panel(path, title, "step", ylabel, legend_title="timestep $t$", yscale="log") as axes:
         for quarter in range(QUARTERS):
             if any(f"loss_q{quarter}" in line for line in metrics):  # otherwise the sampler never draws there
                 plot_metric(axes, metrics, f"loss_q{quarter}", f"{edges[quarter]} to {edges[quarter + 1] - 1}")
@@ -87,9 +85,8 @@ def draw_losses_by_quarter(metrics: list[dict], num_train_timesteps: int, path: 
 
 def draw_effective_sample_size(metrics: list[dict], path: Path) -> Path:
     """Draw (sum w)^2 / (n sum w^2) of the batches' weights: the share of a batch that an unweighted one would need."""
-    labels = {"xlabel": "step", "ylabel": r"$(\Sigma w)^2\,/\,(n\,\Sigma w^2)$"}
     title = "Effective sample size: what the weights leave of a batch"
-    with single_panel(path, title=title, ylim=(0, 1.05), **labels) as axes:
+    with single_panel(path, title, "step", r"$(\Sigma w)^2\,/\,(n\,\Sigma w^2)$", ylim=(0, 1.05)) as axes:
         plot_metric(axes, metrics, EFFECTIVE_SAMPLE_SIZE)
     return path
 
