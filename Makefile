@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ENVIRONMENT = .venv/bin/python
 
-.PHONY: demo test faults lint format clean
+.PHONY: demo test faults lint house format clean
 
 demo: .venv/.installed ## train on the embedded digits, generate, evaluate
 	@$(ENVIRONMENT) train_unconditional.py --config configs/digits.yaml --output_dir runs/demo
@@ -21,6 +21,10 @@ faults: .venv/.installed-dev ## kill runs for some ten minutes and compare what 
 lint: .venv/.installed-dev
 	@$(ENVIRONMENT) -m ruff check .
 	@$(ENVIRONMENT) -m ruff format --check .
+	@.venv/bin/lint-imports --no-cache
+
+house: ## how much of the project a reader has to hold in mind
+	@$(PYTHON) tests/house.py
 
 format: .venv/.installed-dev
 	@$(ENVIRONMENT) -m ruff check --fix .

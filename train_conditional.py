@@ -22,7 +22,7 @@ def main() -> None:
     from common.processes import start_processes
     from conditions.condition import check_condition, find_annotations, load_condition
     from image_data.training_images import load_training_images, open_source
-    from training.setup import build_run, carry_out, check_before_work
+    from training.setup import build_run, check_before_work, execute
 
     processes = start_processes(resolve_precision(config.mixed_precision), config.allow_tf32)
     check_before_work(config, processes)
@@ -36,7 +36,7 @@ def main() -> None:
     run = build_run(config, processes, images, condition)
 
     # Say what this run is, train it or go on with it, and make its folder a pipeline with a card.
-    carry_out(run)
+    execute(run)
 
 
 if __name__ == "__main__":

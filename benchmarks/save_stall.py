@@ -51,9 +51,9 @@ def main() -> None:
 
     def train_step() -> None:
         unet(images, 500).sample.square().mean().backward()
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        state.ema.update()
+        state.update.optimizer.step()
+        state.update.optimizer.zero_grad()
+        state.update.ema.update()
         processes.synchronize_device()
 
     measured: dict[str, list[float]] = {name: [] for name in ("copy", "save", "written", "step", "step_beside_write")}

@@ -1,8 +1,12 @@
-"""Which images make up which step, as a function of the seed and the step alone."""
+"""Batches of a training run: which images make up which step, as a function of the seed and the step alone."""
+
+from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -10,19 +14,18 @@ from torch.utils.data import Dataset
 
 from common.errors import UserError
 from common.randomness import generator_for
-from image_data.store import InMemoryImages, StreamedImages
+from image_data.store import StreamedImages
 from image_data.workers import load_in_workers
+
+if TYPE_CHECKING:
+    from common.processes import Processes
+    from image_data.training_images import TrainingImages
 
 
 @functools.lru_cache(maxsize=2)  # consecutive steps share an epoch, or straddle two
 def epoch_order(num_images: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order in which an epoch goes through the images."""
+    """Return the order in which an epoch goes through the images."""
     return torch.randperm(num_images, generator=generator_for(seed, "order", epoch))
-
-
-def normalised(images: torch.Tensor) -> torch.Tensor:
-    """uint8 as the network sees it, on [-1, 1]."""
-    return images.float() / 127.5 - 1
 
 
 class BalancedOrder:
@@ -38,7 +41,7 @@ class BalancedOrder:
         self._orders: dict[int, tuple[int, torch.Tensor]] = {}  # of each class the epoch it is in
 
     def between(self, start: int, end: int) -> torch.Tensor:
-        """The images at these places of the order."""
+        """Return the images at these places of the order."""
         size = len(self._members)
         first = start // size
         rounds = [self._round(number) for number in range(first, -(-end // size))]
@@ -49,7 +52,7 @@ class BalancedOrder:
         return torch.stack([self._image(index, number) for index in classes.tolist()])
 
     def _image(self, index: int, number: int) -> torch.Tensor:
-        """The image of a class that comes after `number` others of it."""
+        """Return the image of a class that comes after `number` others of it."""
         members = self._members[index]
         epoch, position = divmod(number, len(members))
         if self._orders.get(index, (-1,))[0] != epoch:
@@ -58,82 +61,115 @@ class BalancedOrder:
         return members[self._orders[index][1][position]]
 
 
+@dataclass(frozen=True)
+class Batch:
+    """This process's share of a step's global batch: x_0, and what belongs to it."""
+
+    step: int
+    images: torch.Tensor  # uint8 [n, channels, height, width]
+    indices: torch.Tensor  # [n] in the data set
+    positions: torch.Tensor  # [n] in the global batch
+    condition: torch.Tensor  # [n] rows of the table of conditions
+    passes: int = 1  # forward passes that the step takes
+
+    def __getitem__(self, chosen: torch.Tensor | slice) -> Batch:
+        parts = (part[chosen] for part in (self.images, self.indices, self.positions, self.condition))
+        return Batch(self.step, *parts)
+
+    def in_passes(self, *others: torch.Tensor) -> Iterator[tuple]:
+        """Split the batch, and tensors that go with it, into its forward passes."""
+        size = len(self.images) // self.passes
+        for start in range(0, len(self.images), size):
+            chosen = slice(start, start + size)
+            yield self[chosen], *(other[chosen] for other in others)
+
+
+class ConditionOfImages(Protocol):
+    """What batches ask of a condition."""
+
+    balanced_labels: torch.Tensor | None  # the class of every image, if all classes are to come equally often
+
+    def draw(self, images: torch.Tensor, step: int) -> torch.Tensor:
+        """Draw a row of the table of conditions for each image of a global batch."""
+
+
 class TrainingBatches:
     """The batches of a training run, from any step on, as one process of any number of processes sees them.
 
-    A global batch is cut into micro-batches, and these are dealt to the processes in turn. Order, crops and flips are
-    drawn for the global batch, so that they do not depend on how many processes share it, on workers, or on whether
-    the run was interrupted. With `balanced_labels`, the class of every image, all classes come equally often.
+    A global batch is cut into forward passes, and these are dealt to the processes in turn. Order, crops, flips and
+    conditions are drawn for the global batch, so that they do not depend on how many processes share it, on workers, or
+    on whether the run was interrupted.
     """
 
     def __init__(
         self,
-        images: InMemoryImages | StreamedImages,
-        *,
-        total_batch_size: int,
+        data: TrainingImages,
+        condition: ConditionOfImages,
         seed: int,
-        random_flip: bool,
-        process_index: int,
-        num_processes: int,
-        gradient_accumulation_steps: int,
-        num_workers: int,
-        balanced_labels: torch.Tensor | None = None,
+        total_batch_size: int,
+        passes: int,
+        processes: Processes,
     ) -> None:
-        micro_batches = num_processes * gradient_accumulation_steps
-        if total_batch_size % micro_batches:
+        self.images, self.condition, self.seed = data.images, condition, seed
+        self.total_batch_size, self.passes, self.random_flip = total_batch_size, passes, data.random_flip
+        if total_batch_size % (processes.count * passes):
             raise UserError(
-                f"a total batch of {total_batch_size} images cannot be shared evenly by {num_processes} processes "
-                f"with {gradient_accumulation_steps} gradient accumulation steps"
+                f"a total batch of {total_batch_size} images cannot be shared evenly by {processes.count} processes "
+                f"with {passes} gradient accumulation steps"
             )
-        if total_batch_size > len(images):
+        if total_batch_size > len(self.images):
             raise UserError(
-                f"a batch of {total_batch_size} images is more than the {len(images)} images there are; "
+                f"a batch of {total_batch_size} images is more than the {len(self.images)} images there are; "
                 "lower --total_batch_size or --train_batch_size"
             )
-        self.images, self.total_batch_size, self.seed, self.random_flip = images, total_batch_size, seed, random_flip
-        self.steps_per_epoch = len(images) // total_batch_size  # the last, partial batch is dropped
-        self._balanced = None if balanced_labels is None else BalancedOrder(balanced_labels, seed)
-        # Positions in the global batch of this process's images, [accumulation, per device].
-        positions = torch.arange(total_batch_size).view(gradient_accumulation_steps, num_processes, -1)
-        self.positions = positions[:, process_index]
+        self.steps_per_epoch = len(self.images) // total_batch_size  # the last, partial batch is dropped
+        labels = condition.balanced_labels
+        self._balanced = None if labels is None else BalancedOrder(labels, self.seed)
+        self.positions = torch.arange(total_batch_size).view(passes, processes.count, -1)[:, processes.index].flatten()
         # Images in memory are there at once; only those still to be decoded are worth a process.
-        self._num_workers = num_workers if isinstance(images, StreamedImages) else 0
+        self._num_workers = data.num_workers if isinstance(self.images, StreamedImages) else 0
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the condition at home when workers are sent for images: it may hold a text encoder."""
+        return {**self.__dict__, "condition": None}
 
     def indices(self, step: int) -> torch.Tensor:
-        """The images of a step's global batch."""
+        """Return the images of a step's global batch."""
         if self._balanced is not None:
             return self._balanced.between(step * self.total_batch_size, (step + 1) * self.total_batch_size)
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.total_batch_size
         return epoch_order(len(self.images), self.seed, epoch)[start : start + self.total_batch_size]
 
-    def from_step(self, first_step: int) -> Iterator[torch.Tensor]:
-        """This process's images of each step without end, uint8 [accumulation, per device, channels, height, width].
+    def from_step(self, first_step: int) -> Iterator[Batch]:
+        """Yield this process's share of each step without end. Closing the iterator ends the worker processes."""
+        loading = load_in_workers(_Steps(self), itertools.count(first_step), self._num_workers)
+        for step, loaded in enumerate(loading, start=first_step):
+            if isinstance(loaded, UserError):
+                raise loaded
+            images, indices = map(torch.from_numpy, loaded)
+            mine = self.positions
+            rows = self.condition.draw(indices, step)[mine]
+            yield Batch(step, images, indices[mine], mine, rows, self.passes)
 
-        Closing the iterator ends the worker processes.
-        """
-        for images in load_in_workers(_Steps(self), itertools.count(first_step), self._num_workers):
-            if isinstance(images, UserError):
-                raise images
-            yield torch.from_numpy(images)
-
-    def at_step(self, step: int) -> torch.Tensor:
-        """This process's images of one step."""
-        mine = self.positions.flatten()
+    def crops(self, step: int, indices: torch.Tensor) -> torch.Tensor:
+        """Crop and flip this process's images of a step, of whose global batch these are the indices."""
+        mine = self.positions
         corners = torch.rand(self.total_batch_size, 2, generator=generator_for(self.seed, "crop", step))[mine]
-        images = self.images.crops(self.indices(step)[mine], corners)
+        images = self.images.crops(indices[mine], corners)
         if self.random_flip:
             flips = torch.rand(self.total_batch_size, generator=generator_for(self.seed, "flip", step))[mine] < 0.5
             images[flips] = images[flips].flip(-1)
-        return images.unflatten(0, self.positions.shape)
+        return images
 
 
 class _Steps(Dataset):
     def __init__(self, batches: TrainingBatches) -> None:
         self.batches = batches
 
-    def __getitem__(self, step: int) -> np.ndarray | UserError:
+    def __getitem__(self, step: int) -> tuple[np.ndarray, np.ndarray] | UserError:
         try:
-            return self.batches.at_step(step).numpy()
+            indices = self.batches.indices(step)
+            return self.batches.crops(step, indices).numpy(), indices.numpy()
         except UserError as error:
             return error  # raised in a worker, it would arrive wrapped in a traceback

@@ -28,6 +28,7 @@ class TrainingImages:
     images: InMemoryImages | StreamedImages
     channels: int
     num_workers: int
+    random_flip: bool = False  # horizontally, at random
 
 
 def open_source(config: TrainingConfig, processes: Processes) -> ImageSource:
@@ -77,4 +78,4 @@ def load_training_images(config: TrainingConfig, source: ImageSource, processes:
         listed = "\n".join(f"  {name}" for name in images.skipped[:20])
         more = f"\n  and {len(images.skipped) - 20} more" if len(images.skipped) > 20 else ""
         logger.warning("%d image(s) could not be decoded and are left out:\n%s%s", len(images.skipped), listed, more)
-    return TrainingImages(images, channels, num_workers)
+    return TrainingImages(images, channels, num_workers, config.random_flip)

@@ -41,7 +41,7 @@ from run_folder.checkpoints import (
 from run_folder.config import TrainingConfig
 
 if TYPE_CHECKING:
-    from training.loop import TrainingState
+    from training.setup import TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -130,12 +130,12 @@ def describe(error: Exception) -> str:
 def checkpoint_files(state: TrainingState) -> dict[str, CheckpointFile]:
     """Every file of a checkpoint and its content, copied: the training may go on changing the originals."""
     files: dict[str, CheckpointFile] = {}
-    networks = {"unet": state.unet} | ({} if state.ema is None else {"unet_ema": state.ema.ema_model})
+    networks = {"unet": state.unet} | ({} if state.update.ema is None else {"unet_ema": state.update.ema.ema_model})
     for folder, network in networks.items():
         files[f"{folder}/config.json"] = network.to_json_string()
         files[f"{folder}/{WEIGHTS}"] = copy_out(network.state_dict())
     files["optimizer.safetensors"] = copy_out(optimizer_tensors(state))
-    files["sampler.safetensors"] = copy_out(state.timesteps.state_dict())
+    files["sampler.safetensors"] = copy_out(state.loss.state_dict())
     if state.condition is not None:
         files[CONDITION_FILE] = as_json(state.condition)
     files["state.json"] = as_json(state.numbers())
@@ -246,12 +246,12 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
         )
     try:
         state.unet.load_state_dict(load_file(folder / "unet" / WEIGHTS))
-        if state.ema is not None:
-            state.ema.ema_model.load_state_dict(load_file(folder / "unet_ema" / WEIGHTS))
+        if state.update.ema is not None:
+            state.update.ema.ema_model.load_state_dict(load_file(folder / "unet_ema" / WEIGHTS))
         load_optimizer_tensors(state, load_file(folder / "optimizer.safetensors"))
         # What one timestep sampler has learned says nothing to another.
         if numbers["settings"]["timestep_sampler"] == state.settings["timestep_sampler"]:
-            state.timesteps.load_state_dict(load_file(folder / "sampler.safetensors"))
+            state.loss.load_state_dict(load_file(folder / "sampler.safetensors"))
     except (RuntimeError, FileNotFoundError, KeyError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
@@ -277,7 +277,7 @@ def optimizer_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
     return {
         f"{kind}.{name}": tensor.detach().contiguous()
         for name, parameter in state.unet.named_parameters()
-        for kind, tensor in state.optimizer.state.get(parameter, {}).items()
+        for kind, tensor in state.update.optimizer.state.get(parameter, {}).items()
     }
 
 
@@ -287,6 +287,6 @@ def load_optimizer_tensors(state: TrainingState, tensors: dict[str, torch.Tensor
         kind, _, parameter = name.partition(".")
         saved.setdefault(parameter, {})[kind] = tensor
     order = [name for name, _ in state.unet.named_parameters()]
-    groups = state.optimizer.state_dict()["param_groups"]
+    groups = state.update.optimizer.state_dict()["param_groups"]
     indexed = {index: saved[name] for index, name in enumerate(order) if name in saved}
-    state.optimizer.load_state_dict({"state": indexed, "param_groups": groups})
+    state.update.optimizer.load_state_dict({"state": indexed, "param_groups": groups})

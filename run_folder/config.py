@@ -136,6 +136,12 @@ class TimestepOptions:
     loss_weighting: Literal["none", "min_snr", "soft_min_snr", "p2", "edm", "speed"] = option(
         "none", "Weight of the loss at each timestep; all but none change the objective."
     )
+    loss: Literal["l2", "l1", "huber"] = option(
+        "l2", "Error of a pixel: squared, absolute, or Huber's, which is squared up to 1 and linear beyond."
+    )
+    timestep_sampler_options: list[str] = option(
+        [], "Arguments of a timestep sampler in a file of your own, as in width=3 name=x."
+    )
     logit_normal_mean: float = option(0.0, "Mean of logit(t / T).")
     logit_normal_std: float = option(1.0, "Standard deviation of logit(t / T).")
     edm_mean: float = option(-1.2, "Mean of ln sigma of the sampler.")
@@ -409,6 +415,11 @@ def validate(config: TrainingConfig) -> None:
 def check_timestep_sampler(config: TrainingConfig) -> None:
     """A name of the registry, or a file of the user's; what is in it is looked at when it is used."""
     names, name = [*SAME_OBJECTIVE, *CHANGED_OBJECTIVE], config.timestep_sampler
+    if config.timestep_sampler_options and not names_own_file(name):
+        raise UserError(
+            f"--timestep_sampler_options {' '.join(config.timestep_sampler_options)}: are for a sampler in a file of "
+            f"your own; those of {name} are flags, --{name}_..."
+        )
     if names_own_file(name):
         path = Path(name.rpartition(":")[0])
         if not path.is_file():
@@ -457,7 +468,7 @@ def settings_of(config: TrainingConfig) -> dict[str, object]:
 
 def options_of_others(config: TrainingConfig) -> list[str]:
     """The options of the timestep samplers and loss weightings that the run does not use."""
-    general = ("timestep_sampler", "stratified", "loss_weighting")
+    general = ("timestep_sampler", "stratified", "loss_weighting", "loss", "timestep_sampler_options")
     used = (f"{config.timestep_sampler}_", f"{config.loss_weighting}_")
     names = [entry.name for entry in fields(TimestepOptions) if entry.name not in general]
     return [name for name in names if not name.startswith(used)]

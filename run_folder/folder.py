@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+QUARTERS = 4  # of the timesteps, whose losses a line of metrics tells apart: loss_q0 to loss_q3
 METRICS_FILE, CONFIG_FILE, PIPELINE_FILE = "metrics.jsonl", "config.yaml", "model_index.json"
 
 

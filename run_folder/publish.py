@@ -38,7 +38,7 @@ from run_folder.folder import METRICS_FILE
 
 if TYPE_CHECKING:
     from run_folder.config import TrainingConfig
-    from training.loop import TrainingState
+    from training.setup import TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -311,7 +311,7 @@ def publish(config: TrainingConfig, state: TrainingState) -> None:
         num_inference_steps=config.ddpm_num_steps,
         hyper_parameters=hyper_parameters(config),
         step=state.step,
-        weights="raw" if state.ema is None else "moving-average",
+        weights="raw" if state.update.ema is None else "moving-average",
         grid=newest_grid(output_dir),
         metrics=last_metrics(output_dir),
         tags=["diffusers", "diffusers-training", task(state.condition)],

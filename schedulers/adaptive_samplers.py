@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.distributions import Beta
 
 from common.machine import to_device
-from schedulers.timestep_samplers import TimestepSampler, Update
+from schedulers.timestep_samplers import TimestepSampler, UpdateProbe
 
 
 class LossSecondMoment(TimestepSampler):
@@ -63,7 +63,7 @@ class AdaptiveTimestepSampling(TimestepSampler):
 
     t = round(u (T - 1)) with u ~ Beta(a, b), and a, b from the image x_0 by a small network that starts at the uniform
     Beta(1, 1). Every `interval` updates it looks at delta_t, the KL divergence of timestep t before the update less
-    that after it (`Update.kl`), and learns by REINFORCE:
+    that after it (`UpdateProbe.kl`), and learns by REINFORCE:
 
     - delta on a grid of timesteps, of one image of the batch, joins a queue of the latest ones;
     - the timesteps whose delta tells most of the grid's sum, by F-regression over the queue, stand for it;
@@ -142,10 +142,10 @@ class AdaptiveTimestepSampling(TimestepSampler):
 
     # What the policy learns from.
 
-    def before_update(self, update: Update) -> None:
+    def before_update(self, update: UpdateProbe) -> None:
         self._before = self._divergences(update) if (update.step + 1) % self.interval == 0 else None
 
-    def after_update(self, update: Update) -> None:
+    def after_update(self, update: UpdateProbe) -> None:
         if self._before is None:
             return
         # A loss that is not a number stops the run soon; until then it must not reach the policy.
@@ -159,7 +159,7 @@ class AdaptiveTimestepSampling(TimestepSampler):
         if self.queued >= 3:  # fewer points lie on a line whatever they are
             self.selected = self.grid[most_telling(self.queue[: self.queued], len(self.selected))]
 
-    def _divergences(self, update: Update) -> tuple[torch.Tensor, torch.Tensor]:
+    def _divergences(self, update: UpdateProbe) -> tuple[torch.Tensor, torch.Tensor]:
         """KL on the grid of one image of the global batch, which only its process has, and of every image here."""
         count, features = len(update.positions), len(self.selected)
         rows = torch.arange(count).repeat_interleave(features)
@@ -172,7 +172,7 @@ class AdaptiveTimestepSampling(TimestepSampler):
             of_grid = update.kl(torch.full((len(self.grid),), row), self.grid, noise_rows)
         return of_grid, of_images
 
-    def _learn(self, update: Update, reward: torch.Tensor) -> None:
+    def _learn(self, update: UpdateProbe, reward: torch.Tensor) -> None:
         """One step of Adam on -E[log pi(u | x_0) reward] - entropy H(pi), over the images of all processes."""
         shapes = self.policy(self._images)
         beta = Beta(*shapes.unbind(1), validate_args=False)  # to validate is to wait for the device

@@ -9,7 +9,7 @@ from diffusers.schedulers.scheduling_ddpm import DDPMSchedulerOutput
 from diffusers.utils.torch_utils import randn_tensor
 
 from schedulers.betas import DIFFUSERS_NAMES, make_betas
-from schedulers.weighting import of_prediction, signal_to_noise
+from schedulers.prediction import prediction_of, signal_to_noise, weight_of_prediction
 
 VARIANCE_TYPES = ("fixed_large", "fixed_small")
 
@@ -43,13 +43,13 @@ class ExactDDPMScheduler(DDPMScheduler):
         self._rounded: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def plain(self) -> DDPMScheduler:
-        """The stock scheduler with the same configuration: what is saved in a run."""
+        """Make the stock scheduler with the same configuration: what is saved in a run."""
         return DDPMScheduler.from_config(self.config)
 
     # The forward process.
 
     def _signal_and_noise(self, timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """sqrt(a_t) and sqrt(1 - a_t) for a batch of timesteps, in float32, shaped to multiply images."""
+        """Gather sqrt(a_t) and sqrt(1 - a_t) for a batch of timesteps, in float32, shaped to multiply images."""
         device = timesteps.device
         if device not in self._rounded:
             tables = (self.alphas_cumprod.sqrt(), (1 - self.alphas_cumprod).sqrt())
@@ -57,25 +57,21 @@ class ExactDDPMScheduler(DDPMScheduler):
         return tuple(table[timesteps][:, None, None, None] for table in self._rounded[device])
 
     def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        """x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise (eq. 4), in float32: bf16 would lose the noise of small t."""
+        """Compute x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise (eq. 4), in float32: bf16 loses the noise of small t."""
         signal, spread = self._signal_and_noise(timesteps)
         return signal * original_samples.float() + spread * noise.float()
 
     def get_velocity(self, sample: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        """v = sqrt(a_t) noise - sqrt(1 - a_t) x_0 (Salimans & Ho 2022)."""
-        signal, spread = self._signal_and_noise(timesteps)
-        return signal * noise.float() - spread * sample.float()
+        """Compute v for diffusers' own callers, as `target` does under v_prediction."""
+        return prediction_of("v_prediction").target(sample, noise, *self._signal_and_noise(timesteps))
 
     def target(self, images: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        """What the network is asked to predict."""
-        if self.config.prediction_type == "epsilon":
-            return noise
-        if self.config.prediction_type == "sample":
-            return images
-        return self.get_velocity(images, noise, timesteps)
+        """Return what the network is asked to predict."""
+        prediction = prediction_of(self.config.prediction_type)
+        return prediction.target(images, noise, *self._signal_and_noise(timesteps))
 
     def divergence_weights(self) -> torch.Tensor:
-        """What the mean squared error of the prediction at t counts in KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)).
+        """Compute what the squared error of the prediction at t counts in KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)).
 
         The means differ by sqrt(a_s) beta_t / (1 - a_t) times the error of x_0 (eq. 7), and the KL is the square of
         that over 2 sigma_t^2 (eq. 8), up to what no network changes. In bits per dimension.
@@ -84,25 +80,20 @@ class ExactDDPMScheduler(DDPMScheduler):
         a_s = torch.cat([torch.ones(1, dtype=a_t.dtype), a_t[:-1]])
         variances = [self.variance(t, t - 1) for t in range(len(a_t))]
         of_original = a_s * (self.betas / (1 - a_t)) ** 2 / (2 * math.log(2) * torch.tensor(variances, dtype=a_t.dtype))
-        return of_prediction(of_original, signal_to_noise(a_t), self.config.prediction_type)
+        return weight_of_prediction(of_original, signal_to_noise(a_t), self.config.prediction_type)
 
     # One step back.
 
     def predict_original(self, model_output: torch.Tensor, t: int, sample: torch.Tensor) -> torch.Tensor:
-        """x_0 as the network sees it (eq. 15 for epsilon), clipped to [-1, 1] before it enters any mean."""
+        """Compute x_0 as the network sees it, clipped to [-1, 1] before it enters any mean."""
         a_t = self.alphas_cumprod[t].item()
-        if self.config.prediction_type == "epsilon":
-            original = (sample - (1 - a_t) ** 0.5 * model_output) / a_t**0.5
-        elif self.config.prediction_type == "sample":
-            original = model_output
-        else:
-            original = a_t**0.5 * sample - (1 - a_t) ** 0.5 * model_output
+        original = prediction_of(self.config.prediction_type).original(model_output, sample, a_t**0.5, (1 - a_t) ** 0.5)
         if self.config.clip_sample:
             original = original.clamp(-self.config.clip_sample_range, self.config.clip_sample_range)
         return original
 
     def variance(self, t: int, previous: int) -> float:
-        """sigma_t^2: beta_t (fixed_large) or the posterior's, (1 - a_s) / (1 - a_t) beta_t (fixed_small; eq. 7).
+        """Return sigma_t^2: beta_t (fixed_large) or the posterior's, (1 - a_s) / (1 - a_t) beta_t (fixed_small; eq. 7).
 
         The posterior's is zero at t = 0, where the paper's code takes its value at t = 1 for either choice, to have
         a logarithm; no noise follows that step.
@@ -120,7 +111,7 @@ class ExactDDPMScheduler(DDPMScheduler):
     def posterior(
         self, model_output: torch.Tensor, t: int, previous: int, sample: torch.Tensor
     ) -> tuple[torch.Tensor, float]:
-        """Mean (eq. 7) and standard deviation of the step from t to any earlier timestep; deviation 0 at the end.
+        """Return mean (eq. 7) and deviation of the step from t to any earlier timestep; no deviation at the end.
 
         The coefficients are Python floats (float64), so they are rounded once, when they meet the float32 images.
         """
@@ -134,7 +125,7 @@ class ExactDDPMScheduler(DDPMScheduler):
     def implicit(
         self, model_output: torch.Tensor, t: int, previous: int, sample: torch.Tensor, eta: float
     ) -> tuple[torch.Tensor, float]:
-        """Mean and standard deviation of DDIM's step (Song et al. 2021, eq. 12 and 16) to any earlier timestep.
+        """Compute mean and standard deviation of DDIM's step (Song et al. 2021, eq. 12 and 16) to any earlier timestep.
 
         sqrt(a_s) x_0 + sqrt(1 - a_s - sigma^2) epsilon, where x_0 is clipped as the configuration says and epsilon is
         what is left of x_t without that x_0, as in improved-diffusion; with eta = 1 this is the posterior's mean then
@@ -156,7 +147,7 @@ class ExactDDPMScheduler(DDPMScheduler):
         generator: torch.Generator | None = None,
         return_dict: bool = True,
     ) -> DDPMSchedulerOutput | tuple:
-        """One ancestral step with the signature of diffusers, so that stock pipelines can use this scheduler."""
+        """Take one ancestral step with the signature of diffusers, so that stock pipelines can use this scheduler."""
         t = int(timestep)
         mean, deviation = self.posterior(model_output, t, int(self.previous_timestep(t)), sample)
         if deviation > 0:
@@ -173,7 +164,7 @@ def build_scheduler(
     variance_type: str = "fixed_large",
     prediction_type: str = "epsilon",
 ) -> ExactDDPMScheduler:
-    """The paper's diffusion by default. Schedules that diffusers does not know travel as a list of betas."""
+    """Build the paper's diffusion by default. Schedules that diffusers does not know travel as a list of betas."""
     if beta_schedule in DIFFUSERS_NAMES or beta_schedule in DIFFUSERS_NAMES.values():
         schedule = {"beta_schedule": DIFFUSERS_NAMES.get(beta_schedule, beta_schedule)}
     else:

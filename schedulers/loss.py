@@ -1,7 +1,37 @@
-"""The objective: the timestep samplers, loss weightings and losses that a run may choose from."""
+"""The objective that a run trains on: which timesteps are drawn, what an error counts, and how it is measured.
 
+Algorithm 1 of Ho et al. 2020 draws t uniformly and takes the squared error of epsilon. Each of the three is a table
+here, so that another idea is one function or class and one line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+import yaml
+
+from common.errors import UserError
+from common.machine import PendingCopy, to_device
+from common.randomness import derive_seed, generator_for, standard_normal
 from schedulers.adaptive_samplers import AdaptiveTimestepSampling, LossSecondMoment
-from schedulers.timestep_samplers import EDM, LogitNormal, SpeeD, Stratified, TimestepSampler, Uniform
+from schedulers.ddpm import ExactDDPMScheduler
+from schedulers.timestep_samplers import EDM, LogitNormal, SpeeD, Stratified, TimestepSampler, Uniform, UpdateProbe
+from schedulers.weighting import LOSS_WEIGHTINGS, weighting_table
+
+if TYPE_CHECKING:
+    from common.processes import Processes
+    from image_data.batches import Batch
 
 TIMESTEP_SAMPLERS: dict[str, type[TimestepSampler]] = {
     "uniform": Uniform,
@@ -12,3 +42,274 @@ TIMESTEP_SAMPLERS: dict[str, type[TimestepSampler]] = {
     "loss_second_moment": LossSecondMoment,
     "ats": AdaptiveTimestepSampling,
 }
+
+# From output and target to the error of every pixel, whose mean is that of the image.
+Error = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+LOSSES: dict[str, Error] = {
+    "l2": lambda output, target: (output - target).square(),
+    "l1": lambda output, target: (output - target).abs(),
+    "huber": lambda output, target: F.huber_loss(output, target, reduction="none"),  # e^2 / 2 up to 1, then |e| - 1/2
+}
+
+Inputs = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+
+# Steps until a sampler hears of its losses. One would have the host wait for the device at every step; by two the
+# device has the next step to work on while the host waits for this one's losses.
+DELAY = 2
+PENDING = "on_their_way."  # begins the names of losses in a checkpoint that the sampler has not observed yet
+
+
+def normalise(images: torch.Tensor) -> torch.Tensor:
+    """Bring uint8 images to [-1, 1], as the network sees them."""
+    return images.float() / 127.5 - 1
+
+
+class DiffusionLoss:
+    """The error of every image of a batch, at timesteps that a sampler draws (Ho et al. 2020, algorithm 1).
+
+    Timesteps, weights and what a sampler observes are those of the global batch, the same on every process; the network
+    sees this process's images. A sampler that observes gets the losses DELAY steps later, at the same step whatever the
+    hardware; those still pending are part of the state, so that a resumed run draws the same timesteps.
+    """
+
+    def __init__(
+        self,
+        process: ExactDDPMScheduler,
+        sampler: TimestepSampler,
+        weights: torch.Tensor,
+        error: Error = LOSSES["l2"],
+    ):
+        self.process, self.sampler, self.error = process, sampler, error
+        self.weights = weights  # of the loss, at every t
+        self.sampler_seconds = 0.0  # that this process has spent on the sampler
+        self._pending: deque[tuple[int, torch.Tensor, PendingCopy]] = deque()
+
+    def start(self, seed: int, batch_size: int, channels: int, inputs: Inputs, processes: Processes) -> None:
+        """Get ready for a run: its randomness, its global batch, and what its network takes for a row of conditions."""
+        self.seed, self.noise_key = seed, derive_seed(seed, "noise")
+        self.batch_size, self.inputs = batch_size, inputs
+        self.processes, self.device = processes, processes.device
+        self.sampler.start(channels, self.device)
+
+    def __call__(
+        self,
+        network: torch.nn.Module,
+        batch: Batch,
+        t: torch.Tensor,
+        epsilon: torch.Tensor | None = None,
+        error: Error | None = None,
+    ) -> torch.Tensor:
+        """Return the error of every image: the mean of (epsilon - epsilon_theta(x_t, t))^2 over its pixels (eq. 14).
+
+        `epsilon` and `error` replace the run's own, for those who look at the network in passing.
+        """
+        x_0 = normalise(self._here(batch.images))
+        if epsilon is None:
+            epsilon = standard_normal(self.noise_key, self._here(batch.positions), batch.step, x_0.shape[1:])
+        x_t = self.process.add_noise(x_0, epsilon, t)
+        inputs = {name: self._here(value) for name, value in self.inputs(batch.condition).items()}
+        output = network(x_t, t, **inputs).sample.float()
+        target = self.process.target(x_0, epsilon, t)
+        return (error or self.error)(output, target).flatten(1).mean(1)
+
+    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return to_device(tensor, self.device)
+
+    # Timesteps.
+
+    def draw(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw t and the weight of its loss for each of this process's images, on its device.
+
+        They are drawn for the global batch on the host, where that is cheap; a sampler that looks at the images draws
+        on their device and fetches nothing.
+        """
+        with self._timed():
+            while self._pending and self._pending[0][0] <= batch.step - DELAY:
+                self._let_sampler_observe(*self._pending.popleft())
+            generator = generator_for(self.seed, "timesteps", batch.step)
+            if self.sampler.looks_at_images:
+                x_0 = normalise(self._here(batch.images))
+                t, weights = self.sampler.sample_for(x_0, batch.positions, self.batch_size, generator)
+                return t, weights * self._here(self.weights)[t]
+            self._drawn, weights = self.sampler.sample(self.batch_size, generator)
+            weights = weights * self.weights[self._drawn]
+            return self._here(self._drawn[batch.positions]), self._here(weights[batch.positions])
+
+    # What the sampler learns from.
+
+    def at_positions(self, errors: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Put this process's errors at their places in the global batch; nothing if the sampler does not observe."""
+        if not self.sampler.observes:
+            return errors[:0]
+        return errors.new_zeros(self.batch_size).index_copy(0, self._here(batch.positions), errors)
+
+    def observe(self, step: int, errors: torch.Tensor) -> None:
+        """Take the errors of the global batch from the device, if the sampler observes them."""
+        if self.sampler.observes:
+            with self._timed():
+                self._pending.append((step, self._drawn, PendingCopy(errors)))
+
+    def _let_sampler_observe(self, step: int, timesteps: torch.Tensor, errors: PendingCopy) -> None:
+        weighted = errors.get().double() * self.weights[timesteps]
+        # A loss that is not a number stops the run when the host next looks at the device; it must not be learned from.
+        finite = weighted.isfinite()
+        self.sampler.observe(step, timesteps[finite], weighted[finite])
+
+    @contextmanager
+    def around_update(self, network: torch.nn.Module, batch: Batch) -> Iterator[None]:
+        """Let a sampler that measures what an update changes look before and after it."""
+        if not self.sampler.measures_updates:
+            yield
+            return
+
+        def kl(rows: torch.Tensor, timesteps: torch.Tensor, noise_rows: torch.Tensor) -> torch.Tensor:
+            return self._divergences(network, batch, rows, timesteps, noise_rows)
+
+        update = UpdateProbe(batch.step, self.batch_size, batch.positions, kl, self._sum_over_processes)
+        with self._timed():
+            self.sampler.before_update(update)
+        yield
+        with self._timed():
+            self.sampler.after_update(update)
+
+    def _divergences(
+        self, network, batch: Batch, rows: torch.Tensor, timesteps: torch.Tensor, noise_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute `UpdateProbe.kl`, in parts as large as a forward pass of the training."""
+        started = time.perf_counter()
+        self.processes.synchronize_device()
+        self.sampler_seconds -= time.perf_counter() - started  # waiting for the training is not the sampler's time
+        noise_key = derive_seed(self.seed, "timestep sampler")
+        divergences = []
+        network.eval()
+        with torch.no_grad(), self.processes.accelerator.autocast():
+            for part in torch.arange(len(rows)).split(len(batch.images) // batch.passes):
+                t = self._here(timesteps[part])
+                epsilon = standard_normal(noise_key, self._here(noise_rows[part]), batch.step, batch.images.shape[1:])
+                errors = self(network, batch[rows[part]], t, epsilon, LOSSES["l2"])
+                divergences.append(self._divergence_weights[t] * errors)
+        network.train()
+        self.processes.synchronize_device()
+        return torch.cat(divergences)
+
+    @cached_property
+    def _divergence_weights(self) -> torch.Tensor:
+        return self._here(self.process.divergence_weights().float())
+
+    def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.processes.count > 1:
+            torch.distributed.all_reduce(tensor)
+        return tensor
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.sampler_seconds += time.perf_counter() - started
+
+    # State.
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the sampler's tensors and the losses that it has not observed yet."""
+        state = dict(self.sampler.state_dict())
+        for step, timesteps, errors in self._pending:
+            state |= {f"{PENDING}{step}.timesteps": timesteps, f"{PENDING}{step}.losses": errors.get()}
+        return state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.sampler.load_state_dict(sampler_state(state))
+        steps = sorted({int(name.split(".")[1]) for name in state if name.startswith(PENDING)})
+        self._pending = deque(
+            (step, state[f"{PENDING}{step}.timesteps"], PendingCopy(state[f"{PENDING}{step}.losses"])) for step in steps
+        )
+
+
+def sampler_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what of a loss's state is the sampler's own."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith(PENDING)}
+
+
+# From a run's options to its loss.
+
+
+def build_loss(options: dict[str, object], process: ExactDDPMScheduler) -> DiffusionLoss:
+    """Build the objective that a run's options name: `timestep_sampler`, `loss_weighting`, `loss` and their own."""
+    sampler = build_sampler(options, process.alphas_cumprod)
+    weights = build_weighting(options, process)
+    return DiffusionLoss(process, sampler, weights, LOSSES[options["loss"]])
+
+
+def build_sampler(options: dict[str, object], alphas_cumprod: torch.Tensor) -> TimestepSampler:
+    """Build the sampler that the options name, from the registry or from the user's own file."""
+    name = options["timestep_sampler"]
+    if names_own_file(name):
+        kind, own = load_class(name), parse_own_options(options["timestep_sampler_options"])
+    else:
+        kind = TIMESTEP_SAMPLERS[name]
+        own = options_of(options, name, kind)
+    with blamed_on(f"--timestep_sampler {name}"):
+        sampler = kind(alphas_cumprod, **own)
+    if options["stratified"]:
+        if not sampler.can_be_stratified:
+            raise UserError(f"--stratified: {name} does not draw from one density for all images through `quantiles`")
+        sampler.stratified = True
+    return sampler
+
+
+def build_weighting(options: dict[str, object], process: ExactDDPMScheduler) -> torch.Tensor:
+    """Compute the weight of the loss at every t that the options name."""
+    name = options["loss_weighting"]
+    own = options_of(options, name, LOSS_WEIGHTINGS[name])
+    with blamed_on(f"--loss_weighting {name}"):
+        return weighting_table(name, process.alphas_cumprod, process.config.prediction_type, **own)
+
+
+def options_of(options: dict[str, object], name: str, function: Callable) -> dict[str, object]:
+    """Pick the arguments of a sampler or weighting that are options of a run: `edm_mean` is the `mean` of `edm`."""
+    names = {argument: f"{name}_{argument.rstrip('_')}" for argument in inspect.signature(function).parameters}
+    return {argument: options[option] for argument, option in names.items() if option in options}
+
+
+@contextmanager
+def blamed_on(flag: str) -> Iterator[None]:
+    """Turn what a sampler or weighting refuses into the mistake of whoever chose it."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{flag}: {error}") from error
+
+
+def names_own_file(timestep_sampler: str) -> bool:
+    return ".py:" in timestep_sampler
+
+
+def load_class(name: str) -> type[TimestepSampler]:
+    """Load the class in a file of the user's: my_file.py:MySampler."""
+    path, _, wanted = name.rpartition(":")
+    # Under a name that is no other module's, and where its own classes can find it.
+    specification = importlib.util.spec_from_file_location(f"timestep_sampler_of_{Path(path).stem}", path)
+    module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
+    try:
+        specification.loader.exec_module(module)
+    except Exception as error:  # whatever the file does
+        raise UserError(f"--timestep_sampler {name}: {path} fails with {type(error).__name__}: {error}") from error
+    found = {
+        kind.__name__: kind
+        for kind in vars(module).values()
+        if inspect.isclass(kind) and issubclass(kind, TimestepSampler) and kind.__module__ == module.__name__
+    }
+    if wanted not in found:
+        there = f"has {', '.join(found)}" if found else "has no class that extends TimestepSampler"
+        raise UserError(f"--timestep_sampler {name}: {path} has no timestep sampler {wanted}; it {there}")
+    return found[wanted]
+
+
+def parse_own_options(pairs: list[str]) -> dict[str, object]:
+    """Parse `width=3 name=x` as the keyword arguments of a user's own sampler; values are read as YAML reads them."""
+    own = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not (separator and name.isidentifier()):
+            raise UserError(f"--timestep_sampler_options {pair}: must be name=value, as in width=3")
+        own[name] = yaml.safe_load(value)
+    return own

@@ -15,7 +15,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateProbe:
     """A step of the optimiser, for a sampler that measures what it changes.
 
     `kl(rows, timesteps, noise_rows)` is KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)) of this process's images `rows` as
@@ -105,10 +105,10 @@ class TimestepSampler:
     def start(self, channels: int, device: torch.device) -> None:
         """Before a run: what a sampler that looks at the images must know to be ready for its state."""
 
-    def before_update(self, update: Update) -> None:
+    def before_update(self, update: UpdateProbe) -> None:
         """Before the weights are updated."""
 
-    def after_update(self, update: Update) -> None:
+    def after_update(self, update: UpdateProbe) -> None:
         """After the weights have been updated."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -13,18 +13,8 @@ from collections.abc import Callable
 
 import torch
 
+from schedulers.prediction import signal_to_noise, weight_of_prediction
 from schedulers.timestep_samplers import speed_tau
-
-
-def signal_to_noise(alphas_cumprod: torch.Tensor) -> torch.Tensor:
-    return alphas_cumprod / (1 - alphas_cumprod)
-
-
-def of_prediction(weight_of_original: torch.Tensor, snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
-    """A weight on the squared error of x_0, restated for the error of what the network predicts."""
-    return (
-        weight_of_original / {"epsilon": snr, "v_prediction": snr + 1, "sample": torch.ones_like(snr)}[prediction_type]
-    )
 
 
 def none(alphas_cumprod: torch.Tensor, prediction_type: str) -> torch.Tensor:
@@ -35,7 +25,7 @@ def none(alphas_cumprod: torch.Tensor, prediction_type: str) -> torch.Tensor:
 def min_snr(alphas_cumprod: torch.Tensor, prediction_type: str, gamma: float = 5.0) -> torch.Tensor:
     """min(SNR, gamma) on the error of x_0 (Hang et al. 2023, section 3.4)."""
     snr = signal_to_noise(alphas_cumprod)
-    return of_prediction(snr.clamp(max=gamma), snr, prediction_type)
+    return weight_of_prediction(snr.clamp(max=gamma), snr, prediction_type)
 
 
 def soft_min_snr(alphas_cumprod: torch.Tensor, prediction_type: str, gamma: float = 4.0) -> torch.Tensor:
@@ -44,13 +34,13 @@ def soft_min_snr(alphas_cumprod: torch.Tensor, prediction_type: str, gamma: floa
     There it is 1 / (sigma^2 + 1 / gamma) with gamma = 1 / sigma_data^2 = 4.
     """
     snr = signal_to_noise(alphas_cumprod)
-    return of_prediction(snr * gamma / (snr + gamma), snr, prediction_type)
+    return weight_of_prediction(snr * gamma / (snr + gamma), snr, prediction_type)
 
 
 def p2(alphas_cumprod: torch.Tensor, prediction_type: str, gamma: float = 1.0, k: float = 1.0) -> torch.Tensor:
     """1 / (k + SNR)^gamma on the error of epsilon (Choi et al. 2022, eq. 8)."""
     snr = signal_to_noise(alphas_cumprod)
-    return of_prediction(snr / (k + snr) ** gamma, snr, prediction_type)
+    return weight_of_prediction(snr / (k + snr) ** gamma, snr, prediction_type)
 
 
 def edm(alphas_cumprod: torch.Tensor, prediction_type: str, sigma_data: float = 0.5) -> torch.Tensor:
@@ -60,7 +50,7 @@ def edm(alphas_cumprod: torch.Tensor, prediction_type: str, sigma_data: float = 
     EDM's own preconditioning; on epsilon it grows as sigma^2.
     """
     snr = signal_to_noise(alphas_cumprod)
-    return of_prediction(snr + 1 / sigma_data**2, snr, prediction_type)
+    return weight_of_prediction(snr + 1 / sigma_data**2, snr, prediction_type)
 
 
 def speed(

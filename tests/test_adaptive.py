@@ -24,8 +24,9 @@ from common.randomness import generator_for
 from run_folder.checkpoint_files import copy_out
 from schedulers.adaptive_samplers import TRIES, AdaptiveTimestepSampling, LossSecondMoment, beta_draws, most_telling
 from schedulers.ddpm import build_scheduler
-from schedulers.timestep_samplers import Update
-from training.timestep_sampling import TimestepSampling
+from schedulers.loss import DiffusionLoss
+from schedulers.timestep_samplers import UpdateProbe
+from training.update import Update
 
 T = 20
 CUMULATIVE = build_scheduler(num_train_timesteps=T).alphas_cumprod
@@ -116,7 +117,7 @@ def test_the_policy_learns_what_lowers_the_loss():
     average = [(sampler.describe() @ torch.arange(T, dtype=torch.float64)).item()]
     for step in range(20):
         sampler.sample_for(images, torch.arange(64), 64, generator_for("draw", step))
-        update = Update(step, 64, torch.arange(64), kl, lambda tensor: tensor)
+        update = UpdateProbe(step, 64, torch.arange(64), kl, lambda tensor: tensor)
         updated = False
         sampler.before_update(update)
         updated = True
@@ -134,7 +135,7 @@ def test_entropy_keeps_the_policy_from_a_corner():
     torch.nn.init.constant_(sampler.policy.head[-1].bias, 3.0)
     for step in range(100):
         sampler.sample_for(images, torch.arange(16), 16, generator_for("draw", step))
-        update = Update(
+        update = UpdateProbe(
             step, 16, torch.arange(16), lambda rows, t, noise: torch.zeros(len(rows)), lambda tensor: tensor
         )
         sampler.before_update(update)
@@ -144,8 +145,8 @@ def test_entropy_keeps_the_policy_from_a_corner():
 
 def test_an_update_that_changes_nothing_has_no_effect_to_the_bit(train, tmp_path, monkeypatch):
     """Before and after are compared under the same noise and without dropout."""
-    update = training.loop.update
-    monkeypatch.setattr(training.loop, "update", lambda state, *rest: update(state, *rest) if state.step < 5 else None)
+    take_step = Update.step
+    monkeypatch.setattr(Update, "step", lambda self, step, *rest: take_step(self, step, *rest) if step < 5 else None)
     flags = ["--timestep_sampler=ats", "--ats_interval=1", "--ats_grid=10", "--learning_rate=1e-2"]
     run = train(tmp_path / "run", *flags, "--max_train_steps=7", "--lr_warmup_steps=1")
     state = load_file(run / "checkpoint-7" / "sampler.safetensors")
@@ -197,20 +198,20 @@ def test_another_history_does_not_fit(train, tmp_path):
 
 def note(name: Path, run: Callable[[], object]) -> None:
     """Run a training; write down what this process drew, and the state that its sampler ended with."""
-    drawn, draw, train_loop = [], TimestepSampling.draw, training.setup.train
+    drawn, draw, train_loop = [], DiffusionLoss.draw, training.setup.train
 
-    def noting_draw(self, step, pixels):
-        timesteps, weights = draw(self, step, pixels)
-        drawn.append(dict(zip(self._positions.flatten().tolist(), timesteps.flatten().tolist(), strict=True)))
+    def noting_draw(self, batch):
+        timesteps, weights = draw(self, batch)
+        drawn.append(dict(zip(batch.positions.tolist(), timesteps.tolist(), strict=True)))
         return timesteps, weights
 
-    def noting_loop(config, processes, model, state, *others):
-        train_loop(config, processes, model, state, *others)
-        save_file(copy_out(state.timesteps.state_dict()), f"{name} {processes.index}.safetensors")
-        Path(f"{name} {processes.index}.json").write_text(json.dumps(drawn))
+    def noting_loop(run):
+        train_loop(run)
+        save_file(copy_out(run.state.loss.state_dict()), f"{name} {run.processes.index}.safetensors")
+        Path(f"{name} {run.processes.index}.json").write_text(json.dumps(drawn))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TimestepSampling, "draw", noting_draw)
+        patch.setattr(DiffusionLoss, "draw", noting_draw)
         patch.setattr(training.setup, "train", noting_loop)
         run()
 

@@ -1,15 +1,16 @@
 """The audit reads what trains, and marks every deviation and nothing else."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common.options import resolve_precision
 from run_folder.config import parse_config, resolve_batch
-from schedulers.ddpm import build_scheduler
 from training.audit import audit, format_audit
 from training.network import build_unet
+from training.setup import build_process
 from training.update import build_ema, build_optimizer
 
 
@@ -20,20 +21,18 @@ def paper_unet():
 
 def rows_of(unet, *flags: str, processes: int = 1):
     config = parse_config(["--dataset_name=uoft-cs/cifar10", *flags])
-    scheduler = build_scheduler(
-        config.ddpm_beta_schedule, config.ddpm_num_steps, config.variance_type, config.prediction_type
+    run = SimpleNamespace(
+        config=replace(config, mixed_precision=resolve_precision(config.mixed_precision)),
+        sizes=resolve_batch(config, processes),
+        batches=SimpleNamespace(images=range(50_000)),
+        processes=SimpleNamespace(count=processes),
+        process=build_process(config),
+        state=SimpleNamespace(
+            unet=unet,
+            update=SimpleNamespace(ema=build_ema(config, unet), optimizer=build_optimizer(config, unet)),
+        ),
     )
-    return audit(
-        config,
-        unet,
-        scheduler,
-        build_ema(config, unet),
-        build_optimizer(config, unet),
-        resolve_batch(config, processes),
-        processes,
-        resolve_precision(config.mixed_precision),
-        50_000,
-    )
+    return audit(run)
 
 
 def deviations(*args, **kwargs) -> list[str]:
@@ -55,6 +54,7 @@ def test_the_paper_does_not_deviate_from_itself(paper_unet):
         (["--variance_type=fixed_small"], "variance"),
         (["--prediction_type=v_prediction"], "prediction"),
         (["--timestep_sampler=stratified"], "timesteps"),
+        (["--loss=huber"], "loss"),
         (["--loss_weighting=min_snr"], "loss weights"),
         (["--adam_beta1=0.95"], "optimiser"),
         (["--adam_weight_decay=1e-6"], "optimiser"),

@@ -27,6 +27,7 @@ from image_data.batches import BalancedOrder, TrainingBatches
 from image_data.decode import decode_image
 from image_data.digits import load_digits
 from image_data.sources import load_images
+from image_data.training_images import TrainingImages
 from run_folder.config import parse_conditional_config
 from schedulers.ddpm import build_scheduler
 from training.milestones import Milestones, digest_of
@@ -66,17 +67,10 @@ def test_captions_are_drawn_evenly_from_those_of_the_image():
 
 
 def batches_of(labels: torch.Tensor | None, process: int = 0, processes: int = 1) -> TrainingBatches:
-    return TrainingBatches(
-        range(60),  # only their number matters here
-        total_batch_size=12,
-        seed=0,
-        random_flip=False,
-        process_index=process,
-        num_processes=processes,
-        gradient_accumulation_steps=1,
-        num_workers=0,
-        balanced_labels=labels,
-    )
+    images = TrainingImages(range(60), channels=1, num_workers=0)  # only their number matters here
+    condition = SimpleNamespace(balanced_labels=labels)
+    share = SimpleNamespace(index=process, count=processes)
+    return TrainingBatches(images, condition, seed=0, total_batch_size=12, passes=1, processes=share)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
@@ -84,7 +78,7 @@ def test_every_image_once_an_epoch_however_many_processes(processes):
     seen = []
     for process in range(processes):
         batches = batches_of(None, process, processes)
-        seen += [batches.indices(step)[batches.positions.flatten()] for step in range(batches.steps_per_epoch)]
+        seen += [batches.indices(step)[batches.positions] for step in range(batches.steps_per_epoch)]
     assert sorted(torch.cat(seen).tolist()) == list(range(60))
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -24,10 +25,12 @@ from PIL import Image
 import common.machine
 from common.errors import UserError
 from common.machine import default_num_workers
+from conditions.condition import Unconditional
 from image_data import batches, store
 from image_data.batches import TrainingBatches, epoch_order
 from image_data.sources import load_images
 from image_data.store import InMemoryImages, StreamedImages, prepare_images
+from image_data.training_images import TrainingImages
 from image_data.workers import load_in_workers
 
 ROOT = Path(__file__).parent.parent
@@ -671,16 +674,10 @@ def test_the_second_of_two_runs_keeps_what_the_first_published(photos, prepare, 
 
 
 def batches_of(images, **changes):
-    options = {
-        "total_batch_size": 6,
-        "seed": 0,
-        "random_flip": True,
-        "process_index": 0,
-        "num_processes": 1,
-        "gradient_accumulation_steps": 1,
-        "num_workers": 0,
-    }
-    return TrainingBatches(images, **(options | changes))
+    data = TrainingImages(images, 3, changes.pop("num_workers", 0), changes.pop("random_flip", True))
+    share = SimpleNamespace(index=changes.pop("process_index", 0), count=changes.pop("num_processes", 1))
+    options = {"condition": Unconditional(), "seed": 0, "total_batch_size": 6, "passes": 1, "processes": share}
+    return TrainingBatches(data, **(options | changes))
 
 
 @pytest.fixture
@@ -710,7 +707,7 @@ def test_the_order_is_a_function_of_seed_and_epoch():
 
 def take(training, count, first_step=0):
     iterator = training.from_step(first_step)
-    taken = list(itertools.islice(iterator, count))
+    taken = [batch.images for batch in itertools.islice(iterator, count)]
     iterator.close()
     return taken
 
@@ -718,14 +715,14 @@ def take(training, count, first_step=0):
 def test_a_step_holds_the_images_it_names(squares):
     training = batches_of(squares, random_flip=False)
     for step, images in enumerate(take(training, 10)):
-        assert images.shape == (1, 6, 1, 8, 8)
+        assert images.shape == (6, 1, 8, 8)
         assert images.dtype == torch.uint8
-        assert torch.equal(images[0], squares.crops(training.indices(step), torch.zeros(6, 2)))
+        assert torch.equal(images, squares.crops(training.indices(step), torch.zeros(6, 2)))
 
 
 def test_flips(squares):
     plain, flipped = (take(batches_of(squares, random_flip=flip), 40) for flip in (False, True))
-    plain, flipped = torch.stack(plain).flatten(0, 2), torch.stack(flipped).flatten(0, 2)
+    plain, flipped = torch.cat(plain), torch.cat(flipped)
     as_they_are = (plain == flipped).flatten(1).all(1)
     mirrored = (plain.flip(-1) == flipped).flatten(1).all(1)
     assert (as_they_are | mirrored).all()
@@ -738,20 +735,21 @@ def test_the_global_batch_is_the_same_however_it_is_shared(photos, prepare, memo
     images = prepare(photos, memory_limit_bytes=memory)
     whole = take(batches_of(images), 5)
     shares = [
-        batches_of(images, process_index=index, num_processes=processes, gradient_accumulation_steps=accumulation)
+        batches_of(images, process_index=index, num_processes=processes, passes=accumulation)
         for index in range(processes)
     ]
     taken = [take(share, 5) for share in shares]
     size = 6 // (processes * accumulation)
     for step in range(5):
-        joined = torch.empty_like(whole[step][0])
+        joined = torch.empty_like(whole[step])
         for process, share in enumerate(shares):
-            assert taken[process][step].shape == (accumulation, size, 3, 8, 8)
-            for micro_batch in range(accumulation):
-                start = (micro_batch * processes + process) * size
-                assert share.positions[micro_batch].tolist() == list(range(start, start + size))
-                joined[start : start + size] = taken[process][step][micro_batch]
-        assert torch.equal(joined, whole[step][0])
+            assert taken[process][step].shape == (accumulation * size, 3, 8, 8)
+            passes = zip(share.positions.split(size), taken[process][step].split(size), strict=True)
+            for number, (positions, images) in enumerate(passes):
+                start = (number * processes + process) * size
+                assert positions.tolist() == list(range(start, start + size))
+                joined[start : start + size] = images
+        assert torch.equal(joined, whole[step])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -791,7 +789,7 @@ def test_crops_and_flips_are_drawn_anew_for_every_image_and_step():
     assert corners.min() >= 0
     assert corners.max() < 1
     torch.testing.assert_close(corners.mean((0, 1)), torch.tensor([0.5, 0.5]), atol=0.02, rtol=0)
-    flipped = steps[:, 0, :, 0, 0, 0] == 3
+    flipped = steps[:, :, 0, 0, 0] == 3
     assert len(set(map(tuple, flipped.tolist()))) == 50
     assert (flipped.float().mean(0) > 0.2).all()
 
@@ -840,12 +838,12 @@ def test_workers_outlive_the_signals_meant_for_the_main_process(photos, prepare,
     training = batches_of(prepare(photos, memory_limit_bytes=0), num_workers=2)
     expected = take(training, 12)
     iterator = training.from_step(0)
-    taken = list(itertools.islice(iterator, 2))
+    taken = [batch.images for batch in itertools.islice(iterator, 2)]
     workers = multiprocessing.active_children()
     for worker in workers:
         os.kill(worker.pid, number)
     time.sleep(0.2)  # long enough to die of it
-    taken += itertools.islice(iterator, 10)
+    taken += [batch.images for batch in itertools.islice(iterator, 10)]
     assert all(worker.is_alive() for worker in workers)
     assert all(torch.equal(*pair) for pair in zip(expected, taken, strict=True))
     iterator.close()
@@ -872,12 +870,13 @@ def test_everything_that_workers_need_can_be_pickled(photos, prepare, load):
     decoded = pickle.loads(pickle.dumps(store._DecodedRows(photos, kind, True)))
     assert [outcome.shape for outcome in decoded[range(2)]] == [(3, 15, 8), (3, 8, 9)]
     steps = batches._Steps(batches_of(prepare(photos, memory_limit_bytes=0)))
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(steps))[5], steps[5])
+    for copied, original in zip(pickle.loads(pickle.dumps(steps))[5], steps[5], strict=True):
+        np.testing.assert_array_equal(copied, original)
 
 
 def test_workers_that_are_spawned(photos, prepare):
     training = batches_of(prepare(photos, memory_limit_bytes=0), num_workers=1)
-    expected = [training.at_step(step) for step in range(2)]
+    expected = [training.crops(step, training.indices(step)) for step in range(2)]
     before = torch.multiprocessing.get_start_method(allow_none=True)
     torch.multiprocessing.set_start_method("spawn", force=True)
     try:

@@ -149,9 +149,9 @@ def test_stopped_while_starting_there_is_nothing_to_save(tiny_flags, tmp_path):
 def test_a_second_interrupt_stops_at_once(tiny_flags, tmp_path):
     """The first one waits for the grid to be left; the step is made never to end."""
     program = (
-        "import sys, time, torch, train_unconditional, training.loop\n"
+        "import sys, time, torch, train_unconditional, schedulers.loss\n"
         "def forever(*args):\n    print('in the step', flush=True)\n    while True:\n        time.sleep(0.05)\n"
-        "training.loop.diffusion_loss = forever\n"
+        "schedulers.loss.DiffusionLoss.__call__ = forever\n"
         "from common.errors import run_script\nrun_script(train_unconditional.main)\n"
     )
     script = tmp_path / "endless.py"

@@ -17,13 +17,14 @@ from common.randomness import generator_for
 from run_folder.config import TimestepOptions, TrainingConfig, parse_config
 from schedulers.betas import BETA_SCHEDULES
 from schedulers.ddpm import build_scheduler
-from schedulers.loss import TIMESTEP_SAMPLERS
+from schedulers.loss import TIMESTEP_SAMPLERS, build_sampler, build_weighting
 from schedulers.timestep_samplers import TimestepSampler
 from schedulers.weighting import LOSS_WEIGHTINGS
-from training.timestep_sampling import build_sampler, build_weighting
+from training.setup import build_process
 
 T = 1000
-LINEAR = build_scheduler().alphas_cumprod
+PROCESS = build_scheduler()
+LINEAR = PROCESS.alphas_cumprod
 A = LINEAR.numpy()
 
 
@@ -245,24 +246,21 @@ def test_every_option_belongs_to_an_argument_and_has_its_default():
         for name, function in registry.items():
             for argument in list(inspect.signature(function).parameters.values())[general:]:
                 arguments[f"{name}_{argument.name.rstrip('_')}"] = argument.default
-    assert arguments == {
-        name: default
-        for name, default in options.items()
-        if name not in ("timestep_sampler", "stratified", "loss_weighting")
-    }
+    general = ("timestep_sampler", "stratified", "loss_weighting", "loss", "timestep_sampler_options")
+    assert arguments == {name: default for name, default in options.items() if name not in general}
 
 
 def test_options_reach_their_sampler_and_weighting():
     config = parse_config(["--timestep_sampler=logit_normal", "--logit_normal_mean=-0.5", "--logit_normal_std=2"])
     expected = make("logit_normal", mean=-0.5, std=2.0).describe()
-    assert torch.equal(build_sampler(config, LINEAR).describe(), expected)
+    assert torch.equal(build_sampler(vars(config), LINEAR).describe(), expected)
     config = parse_config(["--timestep_sampler=speed", "--loss_weighting=speed", "--speed_tau=300", "--speed_k=2"])
-    assert torch.equal(build_sampler(config, LINEAR)._density, make("speed", tau=300, k=2.0)._density)
-    assert build_weighting(config, LINEAR)[300:].eq(1).all()
+    assert torch.equal(build_sampler(vars(config), LINEAR)._density, make("speed", tau=300, k=2.0)._density)
+    assert build_weighting(vars(config), PROCESS)[300:].eq(1).all()
     config = parse_config(["--loss_weighting=min_snr", "--snr_gamma=1"])
-    assert build_weighting(config, LINEAR).max() == 1
-    assert build_sampler(parse_config(["--timestep_sampler=edm", "--stratified"]), LINEAR).stratified
-    assert build_sampler(parse_config(["--timestep_sampler=stratified"]), LINEAR).stratified
+    assert build_weighting(vars(config), PROCESS).max() == 1
+    assert build_sampler(vars(parse_config(["--timestep_sampler=edm", "--stratified"])), LINEAR).stratified
+    assert build_sampler(vars(parse_config(["--timestep_sampler=stratified"])), LINEAR).stratified
 
 
 @pytest.mark.parametrize(
@@ -281,8 +279,8 @@ def test_options_reach_their_sampler_and_weighting():
 def test_mistakes_are_one_line(flags, message):
     def start() -> None:
         config = parse_config(flags)
-        build_sampler(config, LINEAR)
-        build_weighting(config, LINEAR)
+        build_sampler(vars(config), LINEAR)
+        build_weighting(vars(config), build_process(config))
 
     with pytest.raises(UserError) as caught:
         start()
@@ -308,12 +306,34 @@ def test_the_example_of_contributing_trains(own_file, train, tmp_path, capsys):
 
 
 def test_the_example_draws_what_it_says(own_file):
-    sampler = build_sampler(TrainingConfig(timestep_sampler=f"{own_file}:Middle"), LINEAR)
+    sampler = build_sampler(vars(TrainingConfig(timestep_sampler=f"{own_file}:Middle")), LINEAR)
     density = np.where((np.arange(T) >= 250) & (np.arange(T) < 750), 3, 1) / 2000
     np.testing.assert_allclose(sampler.describe(), density, rtol=1e-12)
     assert chi_square_p(draws(sampler), density) > 1e-3
     _, weights = sampler.sample(64, generator_for(0))
     torch.testing.assert_close(weights.unique(), torch.tensor([2 / 3, 2]))
+
+
+def test_options_reach_a_sampler_of_ones_own(own_file, train, tmp_path):
+    def build(*options: str):
+        return build_sampler(
+            vars(TrainingConfig(timestep_sampler=f"{own_file}:Middle", timestep_sampler_options=[*options])), LINEAR
+        )
+
+    density = np.where((np.arange(T) >= 250) & (np.arange(T) < 750), 9, 1) / 5000
+    np.testing.assert_allclose(build("ratio=9").describe(), density, rtol=1e-12)
+    with pytest.raises(UserError, match=r"Middle: .*unexpected keyword argument 'width'"):
+        build("width=3")
+    with pytest.raises(UserError, match="--timestep_sampler_options ratio: must be name=value, as in width=3"):
+        build("ratio")
+    flags = [f"--timestep_sampler={own_file}:Middle", "--timestep_sampler_options", "ratio=9"]
+    run = train(tmp_path / "run", *flags, "--max_train_steps=2")
+    assert yaml.safe_load((run / "config.yaml").read_text())["timestep_sampler_options"] == ["ratio=9"]
+
+
+def test_options_without_a_sampler_of_ones_own_are_refused():
+    with pytest.raises(UserError, match="--timestep_sampler_options width=3: are for a sampler in a file of your own"):
+        parse_config(["--timestep_sampler=edm", "--timestep_sampler_options", "width=3"])
 
 
 @pytest.mark.parametrize(
@@ -332,7 +352,7 @@ def test_a_file_without_the_class_is_one_line(text, message, tmp_path):
     path = tmp_path / "file.py"
     path.write_text(text)
     with pytest.raises(UserError) as caught:
-        build_sampler(TrainingConfig(timestep_sampler=f"{path}:Mine"), LINEAR)
+        build_sampler(vars(TrainingConfig(timestep_sampler=f"{path}:Mine")), LINEAR)
     assert message in str(caught.value)
 
 

@@ -24,13 +24,8 @@ from schedulers.denoising import DDPM, denoise, network_predict, to_uint8
 if TYPE_CHECKING:
     from PIL import Image
 
-    from common.processes import Processes
-    from conditions.condition import Unconditional
     from run_folder.checkpoint_files import CheckpointWriter
-    from run_folder.config import TrainingConfig
-    from schedulers.ddpm import ExactDDPMScheduler
-    from training.loop import TrainingState
-    from training.tracking import Tracking
+    from training.setup import Ending, Run, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -43,33 +38,21 @@ class StoppedWhileSampling(Exception):
 
 
 class Milestones:
-    """Knows when something is due, as a function of the step, and does it. Time spent here is not training time."""
+    """Sample grids, checkpoints and the pipeline, each due at its steps. Time spent here is not training time."""
 
-    def __init__(
-        self,
-        config: TrainingConfig,
-        processes: Processes,
-        scheduler: ExactDDPMScheduler,
-        condition: Unconditional,
-        tracking: Tracking,
-        writer: CheckpointWriter,
-        steps_per_epoch: int,
-    ):
-        self.config = config
-        self.processes = processes
-        self.tracking = tracking
-        self.writer = writer
+    def __init__(self, run: Run, writer: CheckpointWriter):
+        config, steps_per_epoch = run.config, run.batches.steps_per_epoch
+        self.run, self.config, self.processes, self.writer = run, config, run.processes, writer
         self.output_dir = Path(config.output_dir)
-        self.image_steps = (
-            config.save_images_epochs * steps_per_epoch if config.save_images_epochs else config.save_images_steps
-        )
-        self.model_steps = config.save_model_epochs * steps_per_epoch if config.save_model_epochs else None
+        self.image_steps = config.save_images_steps
+        if config.save_images_epochs:
+            self.image_steps = config.save_images_epochs * steps_per_epoch
+        self.model_steps = config.save_model_epochs and config.save_model_epochs * steps_per_epoch
         full_length = config.ddpm_num_inference_steps == config.ddpm_num_steps
-        variance_type = scheduler.config.variance_type if full_length else None
-        self.sampling = DDPM(scheduler, config.ddpm_num_inference_steps, variance_type)
-        self.plain_scheduler = scheduler.plain()
+        variance_type = run.process.config.variance_type if full_length else None
+        self.sampling = DDPM(run.process, config.ddpm_num_inference_steps, variance_type)
         # A row for each class or prompt, or nearly a square.
-        self.condition, rows = condition, len(condition.rows_of_grid)
+        rows = len(run.condition.rows_of_grid)
         self.columns = config.eval_batch_size // rows if rows else max(1, round(config.eval_batch_size**0.5))
         self.num_samples = self.columns * rows if rows else config.eval_batch_size
 
@@ -79,21 +62,22 @@ class Milestones:
         return newest(self.output_dir)
 
     def due(self, step: int) -> bool:
+        """Tell whether there is something to do after this step, even if the run goes on."""
         cadences = (self.image_steps, self.model_steps, self.config.checkpointing_steps)
         return any(cadence and step % cadence == 0 for cadence in cadences)
 
-    def reach(self, state: TrainingState, finished: bool, stopped: bool) -> None:
+    def after_step(self, state: TrainingState, ending: Ending) -> None:
         """Do what is due after a step: the checkpoint first, so that nothing that follows can lose the step.
 
         Somebody who asks for a stop wants it soon: then only the checkpoint is made.
         """
-        step = state.step
-        if not (finished or stopped or self.due(step)):
+        step, finished, stopped = state.step, ending == "finished", ending == "stopped"
+        if not (ending or self.due(step)):
             return
-        with self.tracking.paused():
-            state.train_seconds = self.tracking.clock.train_seconds
-            self.tracking.log_density(state.timesteps.sampler.describe(), step)
-            save = finished or stopped or step % self.config.checkpointing_steps == 0
+        with self.run.tracking.paused():
+            state.train_seconds = self.run.tracking.clock.train_seconds
+            self.run.tracking.log_density(state.loss.sampler.describe(), step)
+            save = ending or step % self.config.checkpointing_steps == 0
             if save:
                 self._save(state)
             if not stopped and (step % self.image_steps == 0 or (finished and self._worth_a_grid(state))):
@@ -102,9 +86,9 @@ class Milestones:
                 self.save_pipeline(state)
             if stopped and not save:  # while the grid was drawn, which all processes have left together
                 self._save(state)
-            if (finished or stopped) and self.processes.is_main:
-                self.writer.finish(state)
             if finished or stopped:
+                if self.processes.is_main:
+                    self.writer.finish(state)
                 self.processes.barrier()
         if stopped:
             raise interruption.Interrupted(
@@ -112,24 +96,24 @@ class Milestones:
                 f"{self.output_dir}; start the same command again to continue"
             )
 
-    def _save(self, state: TrainingState) -> None:
-        """Save what all processes agree on; all must ask."""
-        self.check_replicas(state)
-        if self.processes.is_main:
-            self.writer.save(state)
-
-    def catch_up(self, state: TrainingState, over: bool) -> None:
+    def catch_up(self, state: TrainingState) -> None:
         """Make what a process that was stopped or killed did not come to after its last checkpoint."""
-        due = state.step > 0 and state.step % self.image_steps == 0
-        with self.tracking.paused():
+        due, over = state.step > 0 and state.step % self.image_steps == 0, self.run.over
+        with self.run.tracking.paused():
             if state.step == 0:
-                self.tracking.log_density(state.timesteps.sampler.describe(), 0)
-            missing = self.processes.all_reduce_any(self.processes.is_main and not self._grid_path(state.step).exists())
+                self.run.tracking.log_density(state.loss.sampler.describe(), 0)
+            missing = self.processes.broadcast(not self._grid_path(state.step).exists())
             if missing and (due or (over and self._worth_a_grid(state))):
                 self.draw_samples(state)
             if over:
                 self.save_pipeline(state)
                 self.processes.barrier()
+
+    def _save(self, state: TrainingState) -> None:
+        """Save what all processes agree on; all must ask."""
+        self.check_replicas(state)
+        if self.processes.is_main:
+            self.writer.save(state)
 
     def check_replicas(self, state: TrainingState) -> None:
         """Raise unless every process has the same weights and moving average, to the bit."""
@@ -147,7 +131,7 @@ class Milestones:
         return self.output_dir / "samples" / f"step-{step}.png"
 
     def _worth_a_grid(self, state: TrainingState) -> bool:
-        """Whether the grid at the end takes at most a minute, or at most as long as the training did."""
+        """Tell whether the grid at the end takes at most a minute, or at most as long as the training did."""
         seeds = self._my_seeds()
         inputs = self._inputs_of(seeds)
         with torch.inference_mode():
@@ -175,18 +159,18 @@ class Milestones:
         return network.in_channels, network.sample_size, network.sample_size
 
     def _my_seeds(self) -> torch.Tensor:
-        """This process's share of the seeds 0, 1, ...: as many on each, the last ones twice where needed."""
+        """Return this process's share of the seeds 0, 1, ...: as many on each, the last ones twice where needed."""
         per_process = -(-self.num_samples // self.processes.count)
         seeds = torch.arange(per_process) * self.processes.count + self.processes.index
         return (seeds % self.num_samples).to(self.processes.device)
 
     def _inputs_of(self, seeds: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the network is told of these samples: the condition of the row that each is in."""
-        inputs = self.condition.inputs_of_grid(seeds.cpu() // self.columns)
+        """Return what the network takes for these samples: the condition of the row that each is in."""
+        inputs = self.run.condition.inputs_of_grid(seeds.cpu() // self.columns)
         return {name: value.to(self.processes.device) for name, value in inputs.items()}
 
     def draw_samples(self, state: TrainingState) -> bool:
-        """The same images at every visit, in a grid for each kind of weights; every process draws its share.
+        """Draw the same images as at every visit, in a grid for each kind of weights; every process draws its share.
 
         False if a stop was asked for meanwhile: the grid is then drawn when the run goes on.
         """
@@ -222,7 +206,7 @@ class Milestones:
             state.unet.train()
             bar.close()
         if self.processes.is_main:
-            self._write_grid(side_by_side(pictures, self.condition.rows_of_grid), state.step)
+            self._write_grid(side_by_side(pictures, self.run.condition.rows_of_grid), state.step)
         return True
 
     def _write_grid(self, picture: Image.Image, step: int) -> None:
@@ -236,21 +220,21 @@ class Milestones:
         except OSError as error:
             aside.unlink(missing_ok=True)
             logger.warning("%s could not be written: %s", path, error.strerror)
-        self.tracking.log_picture("test_samples", picture, step)
+        self.run.tracking.log_picture("test_samples", picture, step)
 
     def save_pipeline(self, state: TrainingState) -> None:
-        """The run folder as a pipeline, with the moving average as its weights; without a condition a stock one."""
+        """Make the run's folder a pipeline with the moving average as its weights; without a condition a stock one."""
         if not self.processes.is_main:
             return
         from diffusers import DDPMPipeline
 
-        unet = state.unet if state.ema is None else state.ema.ema_model
+        unet = state.unet if state.update.ema is None else state.update.ema.ema_model
         aside = self.output_dir / ".pipeline.tmp"
         try:
             shutil.rmtree(aside, ignore_errors=True)
-            DDPMPipeline(unet=unet, scheduler=self.plain_scheduler).save_pretrained(aside, safe_serialization=True)
+            DDPMPipeline(unet=unet, scheduler=self.run.process.plain()).save_pretrained(aside, safe_serialization=True)
             index = aside / "model_index.json"
-            entries = json.loads(index.read_text(encoding="utf-8")) | self.condition.pipeline_entries()
+            entries = json.loads(index.read_text(encoding="utf-8")) | self.run.condition.pipeline_entries()
             index.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
             for part in ("unet", "scheduler"):
                 replace_folder(aside / part, self.output_dir / part)
@@ -263,12 +247,12 @@ class Milestones:
 
 
 def digest_of(state: TrainingState) -> list[int]:
-    """For every tensor of the weights and their moving average the sum of its words, each times its place.
+    """Sum the words of every tensor of the weights and their moving average, each times its place.
 
     It is taken on the device: to copy the weights out and hash them would keep the training waiting as long as a save.
     """
     sums = []
-    for network in [state.unet] + ([] if state.ema is None else [state.ema.ema_model]):
+    for network in [state.unet] + ([] if state.update.ema is None else [state.update.ema.ema_model]):
         for tensor in network.state_dict().values():
             words = tensor.flatten().view(torch.int32).long()
             sums.append((words * torch.arange(1, len(words) + 1, device=words.device)).sum())  # modulo 2^64

@@ -1,10 +1,14 @@
-"""A run from its configuration and images: put together, announced, trained."""
+"""A run from its configuration and images: put together, announced, trained, published."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+import torch
 
 from common import interruption
 from common.options import resolve_precision
@@ -23,35 +27,114 @@ from run_folder.config import (
 from run_folder.folder import check_disk, check_output_dir, open_run
 from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
-from training.banner import log_banner, log_end
-from training.loop import TrainingState, Window, is_over, train
+from schedulers.loss import DiffusionLoss, build_loss
+from training.audit import announce, log_end
+from training.loop import train
+from training.metrics import Window
 from training.milestones import Milestones
 from training.network import build_training_unet, check_network
-from training.timestep_sampling import TimestepSampling, build_sampler, build_weighting
 from training.tracking import Tracking
-from training.update import build_ema, build_optimizer, learning_rate_schedule
+from training.update import Update
 
 if TYPE_CHECKING:
-    import torch
-
     from common.processes import Processes
     from conditions.condition import Unconditional
     from image_data.training_images import TrainingImages
-    from schedulers.timestep_samplers import TimestepSampler
+
+Ending = Literal["finished", "stopped"] | None
+
+
+@dataclass
+class TrainingState:
+    """All that changes during a run: what a checkpoint holds."""
+
+    unet: torch.nn.Module
+    update: Update
+    loss: DiffusionLoss
+    window: Window
+    settings: dict[str, object]
+    condition: dict[str, object] | None = None  # what those who generate images must know of it
+    step: int = 0
+    train_seconds: float = 0.0
+    smoothed_loss: float | None = None
+
+    def numbers(self) -> dict:
+        """Return what is not a tensor, for JSON."""
+        ema, scaler = self.update.ema, self.update.scaler
+        return {
+            "step": self.step,
+            "train_seconds": self.train_seconds,
+            "smoothed_loss": self.smoothed_loss,
+            "ema_updates": None if ema is None else ema.step.item(),
+            "gradient_scaler": None if scaler is None else scaler.state_dict(),
+            "window": self.window.numbers(),
+            "settings": self.settings,
+        }
+
+    def load_numbers(self, numbers: dict) -> None:
+        """Restore what `numbers` gave."""
+        self.step, self.train_seconds = numbers["step"], numbers["train_seconds"]
+        self.smoothed_loss = numbers["smoothed_loss"]
+        if self.update.ema is not None:
+            self.update.ema.step.fill_(numbers["ema_updates"])
+            self.update.ema.initted.fill_(numbers["ema_updates"] > 0)
+        self.window.load_numbers(numbers["window"])
+        if self.update.scaler is not None and numbers["gradient_scaler"]:
+            self.update.scaler.load_state_dict(numbers["gradient_scaler"])
+
+    @property
+    def sampling_weights(self) -> dict[str, torch.nn.Module]:
+        """The networks to look at: the moving average, and the raw weights while that still lags behind."""
+        ema = self.update.ema
+        if ema is None:
+            return {"raw": self.unet}
+        return {"ema": ema.ema_model} | ({"raw": self.unet} if self.step < 5 / (1 - ema.beta) else {})
 
 
 @dataclass
 class Run:
-    """What is put together before the first step."""
+    """What is put together before the first step; `opened` adds the last four."""
 
     config: TrainingConfig  # nothing in it is open any more
     processes: Processes
     condition: Unconditional
-    batch: Batch
+    sizes: Batch
     batches: TrainingBatches
-    scheduler: ExactDDPMScheduler
+    process: ExactDDPMScheduler
     state: TrainingState
     total_steps: int
+    over: bool = False  # before it began: there is nothing left to train
+    network: torch.nn.Module | None = None  # `state.unet` as accelerate wrapped it
+    tracking: Tracking | None = None
+    milestones: Milestones | None = None
+
+    def is_over(self) -> bool:
+        """Tell whether the steps are done, or the time is up on any process."""
+        limit = self.config.max_train_seconds
+        if self.state.step >= self.total_steps or limit is None:
+            return self.state.step >= self.total_steps
+        seconds = self.state.train_seconds if self.tracking is None else self.tracking.clock.train_seconds
+        return self.processes.all_reduce_any(seconds >= limit)
+
+    def ending(self) -> Ending:
+        """Tell whether the run ends here, and all processes with it."""
+        if self.is_over():
+            return "finished"
+        return "stopped" if self.processes.all_reduce_any(interruption.requested() is not None) else None
+
+    def exchanging_gradients(self, after: bool) -> AbstractContextManager:
+        """Have the processes exchange gradients after the pass in here, or not yet."""
+        return nullcontext() if after else self.processes.accelerator.no_sync(self.network)
+
+    def check_health(self, ending: Ending) -> None:
+        """Raise if loss or gradient are no longer numbers.
+
+        A CPU can be asked after every step, a GPU where its results are fetched anyway.
+        """
+        step = self.state.step
+        line_due = step % self.config.logging_steps == 0
+        if line_due or ending or self.processes.device.type == "cpu" or self.milestones.due(step):
+            self.state.update.check(step, self.state.window, lambda: self.milestones.last_checkpoint)
 
 
 def check_before_work(config: TrainingConfig, processes: Processes) -> None:
@@ -60,97 +143,67 @@ def check_before_work(config: TrainingConfig, processes: Processes) -> None:
     check_output_dir(config)
     check_network(config)
     check_push(config)
-    build_diffusion(config)
+    build_loss(vars(config), build_process(config))
 
 
-def build_diffusion(config: TrainingConfig) -> tuple[ExactDDPMScheduler, TimestepSampler, torch.Tensor]:
-    """The diffusion, and what of it a step trains on: the timestep sampler and the weight of the loss at every t."""
-    scheduler = build_scheduler(
+def build_process(config: TrainingConfig) -> ExactDDPMScheduler:
+    """Build the diffusion that the configuration names."""
+    return build_scheduler(
         config.ddpm_beta_schedule, config.ddpm_num_steps, config.variance_type, config.prediction_type
     )
-    alphas_cumprod = scheduler.alphas_cumprod
-    return scheduler, build_sampler(config, alphas_cumprod), build_weighting(config, alphas_cumprod)
 
 
 def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages, condition: Unconditional) -> Run:
-    """Which images make up which step, the network, the diffusion, and all that changes while training."""
-    batch = resolve_batch(config, processes.count)
-    batches = TrainingBatches(
-        data.images,
-        total_batch_size=batch.total,
-        seed=config.seed,
-        random_flip=config.random_flip,
-        process_index=processes.index,
-        num_processes=processes.count,
-        gradient_accumulation_steps=batch.accumulation,
-        num_workers=data.num_workers,
-        balanced_labels=condition.balanced_labels,
-    )
+    """Build which images make up which step, the network, the objective, and all that changes while training."""
+    sizes = resolve_batch(config, processes.count)
+    batches = TrainingBatches(data, condition, config.seed, sizes.total, sizes.accumulation, processes)
     total_steps = resolve_steps(config, batches.steps_per_epoch)
-    config = with_resolved(config, batch, total_steps, data.channels, resolve_precision(config.mixed_precision))
+    config = with_resolved(config, sizes, total_steps, data.channels, resolve_precision(config.mixed_precision))
 
     initialisation = generator_for(config.seed, "initialisation")
     unet = build_training_unet(config, data.channels, initialisation, condition.network).to(processes.device)
-    scheduler, sampler, weight_of = build_diffusion(config)
+    process = build_process(config)
+    loss = build_loss(vars(config), process)
+    loss.start(config.seed, sizes.total, data.channels, condition.inputs, processes)
     state = TrainingState(
         unet=unet,
-        ema=build_ema(config, unet),
-        optimizer=build_optimizer(config, unet),
-        timesteps=TimestepSampling(sampler, weight_of, scheduler, batches, processes, data.channels),
-        window=Window.empty(processes.device),
+        update=Update(config, unet, total_steps, processes),
+        loss=loss,
+        window=Window(processes, config.ddpm_num_steps, config.logging_steps),
         settings=settings_of(config) | {"images": len(data.images)} | condition.settings,
         condition=condition.description,
-        scaler=processes.accelerator.scaler,
     )
-    return Run(config, processes, condition, batch, batches, scheduler, state, total_steps)
+    return Run(config, processes, condition, sizes, batches, process, state, total_steps)
 
 
-def carry_out(run: Run) -> None:
-    """What follows once a run is put together, whatever the network is told."""
+def execute(run: Run) -> None:
+    """Announce a run, train it or go on with it, and make its folder a pipeline with a card."""
+    check_disk(run.config, run.state.unet.num_parameters())
     announce(run)
     if run.config.dry_run:
         return
-    train_to_the_end(run)
-    # A card, and the Hub if asked, which the other processes need not wait for.
+    with interruption.deferred(), opened(run):  # from here on, to be stopped means to save first
+        train(run)
+
+    # The card, and the Hub if asked, which the other processes need not wait for.
     run.processes.finish()
     if run.processes.is_main:
         publish(run.config, run.state)
 
 
-def announce(run: Run) -> None:
-    """Say what this run is and where it differs from the paper's; raise if its disk is too small."""
-    check_disk(run.config, run.state.unet.num_parameters())
-    log_banner(
-        run.config, run.processes, run.state, run.scheduler, run.batches, run.batch, run.total_steps,
-        run.config.mixed_precision,
-    )  # fmt: skip
-
-
-def train_to_the_end(run: Run) -> None:
-    """Make the run's folder, or go on with the run that is in it; from here on, to be stopped means to save first."""
-    config, processes, state, total_steps = run.config, run.processes, run.state, run.total_steps
-    output_dir = Path(config.output_dir)
-    with interruption.deferred():
-        checkpoint = open_run(config, processes)
-        if checkpoint is not None:
-            load_checkpoint(state, checkpoint, same_run=config.resume_from_checkpoint == "latest")
-        if processes.is_main:
-            save_config(config, output_dir / "config.yaml")
-            run.condition.write_parts(output_dir)
-
-        model = processes.accelerator.prepare(state.unet)
-        rate = learning_rate_schedule(config, total_steps)
-        writer = CheckpointWriter(config, checkpoint)
-        over = is_over(config, processes, state.step, state.train_seconds, total_steps)
-        with (
-            Tracking(config, processes, state, total_steps, run.batch.total, over) as tracking,
-            processes.reporting_dead_peers(),
-        ):
-            milestones = Milestones(
-                config, processes, run.scheduler, run.condition, tracking, writer, run.batches.steps_per_epoch
-            )
-            train(
-                config, processes, model, state, run.scheduler, run.batches, run.condition, rate, total_steps,
-                tracking, milestones, over,
-            )  # fmt: skip
-        log_end(config, state, total_steps)
+@contextmanager
+def opened(run: Run) -> Iterator[None]:
+    """Make the run's folder, or go on with the run that is in it, and have in here all that training needs."""
+    config, processes, state = run.config, run.processes, run.state
+    checkpoint = open_run(config, processes)
+    if checkpoint is not None:
+        load_checkpoint(state, checkpoint, same_run=config.resume_from_checkpoint == "latest")
+    if processes.is_main:
+        save_config(config, Path(config.output_dir) / "config.yaml")
+        run.condition.write_parts(Path(config.output_dir))
+    run.over = run.is_over()
+    run.network = processes.accelerator.prepare(state.unet)
+    with Tracking(run) as run.tracking, processes.reporting_dead_peers():
+        run.milestones = Milestones(run, CheckpointWriter(config, checkpoint))
+        yield
+    log_end(run)

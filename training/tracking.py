@@ -20,15 +20,15 @@ from common import interruption
 from common.files import write_atomically
 from common.progress import progress_bar
 from run_folder.folder import METRICS_FILE
-from training.loop import COUNTS, GRADIENT_NORM, LOSSES, OBJECTIVE, WEIGHTS
+from training.metrics import COUNTS, GRADIENT_NORM, LOSSES, OBJECTIVE, WEIGHTS
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from common.processes import Processes
+    from image_data.batches import Batch
     from run_folder.config import TrainingConfig
-    from training.loop import TrainingState
-    from training.timestep_sampling import TimestepSampling
+    from schedulers.loss import DiffusionLoss
+    from training.setup import Ending, Run, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -58,37 +58,25 @@ class Clock:
 class Tracking:
     """The main process writes; the others only take part in the sums."""
 
-    def __init__(
-        self,
-        config: TrainingConfig,
-        processes: Processes,
-        state: TrainingState,
-        total_steps: int,
-        batch_size: int,
-        over: bool,
-    ):
-        self.processes = processes
-        self.batch_size = batch_size
-        self.writes = processes.is_main
-        output_dir = Path(config.output_dir)
-        self.path = output_dir / METRICS_FILE
+    def __init__(self, run: Run):
+        config, state = run.config, run.state
+        self.processes, self.writes = run.processes, run.processes.is_main
+        self.batch_size, self.logging_steps = run.sizes.total, config.logging_steps
+        self.path = Path(config.output_dir) / METRICS_FILE
         self._unwritten: list[dict] = []
         if self.writes:
             # A line in the middle of a window, at the end of a run that now goes on, is not to stay.
-            last_line = state.step - (1 if state.window.steps and not over else 0)
+            last_line = state.step - (1 if state.window.steps and not run.over else 0)
             keep_lines_up_to(self.path, last_line)
-        self.tracker = open_tracker(config, output_dir, last_line) if self.writes else None
+        self.tracker = open_tracker(config, last_line) if self.writes else None
         self.bar = progress_bar(
-            total=total_steps,
-            initial=state.step,
-            desc="Steps",
-            disable=not processes.is_local_main,
+            total=run.total_steps, initial=state.step, desc="Steps", disable=not run.processes.is_local_main
         )
         self.clock = Clock(state.train_seconds)
         self._last_step, self._last_seconds, self._last_data = state.step, state.train_seconds, 0.0
         self._last_sampler = 0.0
 
-    def timed(self, batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass the batches on and note how long each was waited for."""
         iterator = iter(batches)
         while True:
@@ -104,11 +92,24 @@ class Tracking:
         with self.clock.paused():
             yield
 
-    def advance(self) -> None:
-        self.bar.update()
+    def log(self, state: TrainingState, ending: Ending) -> None:
+        """Advance the bar, and write a line of metrics where one is due.
 
-    def log(self, state: TrainingState, learning_rate: float) -> float:
-        """One line of metrics for the steps of the window, the same on all processes; the smoothed loss."""
+        One more is written where the run is finished within a window; it is dropped again if the run goes on.
+        """
+        self.bar.update()
+        line_due = state.step % self.logging_steps == 0
+        if not (line_due or ending == "finished"):
+            return
+        metrics = self._metrics(state)
+        if self.writes:
+            self._write(state, metrics)
+        if line_due:
+            state.smoothed_loss = metrics["smoothed_loss"]
+            state.window.clear()
+
+    def _metrics(self, state: TrainingState) -> dict[str, float]:
+        """Compute the line of the steps of the window, the same on all processes but for times and memory."""
         window = state.window
         sums = window.sums.tolist()
         by_quarter, counts, (weight, weight_squared) = sums[LOSSES], sums[COUNTS], sums[WEIGHTS]
@@ -126,18 +127,16 @@ class Tracking:
             **({"weight_ess": weight**2 / (sum(counts) * weight_squared)} if weight_squared else {}),
             # Under fp16 an overflow now and then is normal; JSON has no infinity.
             **({"grad_norm": gradient_norm / window.steps} if math.isfinite(gradient_norm) else {}),
-            "lr": learning_rate,
-            **({} if state.ema is None else {"ema_decay": state.ema.get_current_decay()}),
+            "lr": state.update.optimizer.param_groups[0]["lr"],
+            **({} if state.update.ema is None else {"ema_decay": state.update.ema.get_current_decay()}),
             "images_per_second": steps * self.batch_size / seconds,
             "data_wait_share": (self.clock.data_seconds - self._last_data) / seconds,
-            **self._sampler_share(state.timesteps, seconds),
+            **self._sampler_share(state.loss, seconds),
             **self._memory(),
         }
         self._last_step, self._last_seconds = state.step, state.train_seconds
         self._last_data = self.clock.data_seconds
-        if self.writes:
-            self._write(state, metrics)
-        return smoothed_loss
+        return metrics
 
     def _write(self, state: TrainingState, metrics: dict[str, float]) -> None:
         self._unwritten.append({"step": state.step, "train_seconds": round(state.train_seconds, 3), **metrics})
@@ -158,13 +157,13 @@ class Tracking:
             shown["timestep_sampler"] = f"{metrics['timestep_sampler_share']:.1%}"
         self.bar.set_postfix(shown, refresh=False)
 
-    def _sampler_share(self, timesteps: TimestepSampling, seconds: float) -> dict[str, float]:
-        """The share of the time that a timestep sampler takes which learns; others take next to none."""
-        before, self._last_sampler = self._last_sampler, timesteps.seconds
-        return {"timestep_sampler_share": (timesteps.seconds - before) / seconds} if timesteps.sampler.adapts else {}
+    def _sampler_share(self, loss: DiffusionLoss, seconds: float) -> dict[str, float]:
+        """Return the share of the time that a timestep sampler takes which learns; others take next to none."""
+        before, self._last_sampler = self._last_sampler, loss.sampler_seconds
+        return {"timestep_sampler_share": (loss.sampler_seconds - before) / seconds} if loss.sampler.adapts else {}
 
     def _memory(self) -> dict[str, float]:
-        """Memory of this process and peak memory of its device, in gigabytes."""
+        """Return the memory of this process and the peak memory of its device, in gigabytes."""
         used = {"memory_gb": psutil.Process().memory_info().rss / 2**30}
         if self.processes.device.type == "cuda":
             used["device_memory_gb"] = torch.cuda.max_memory_allocated(self.processes.device) / 2**30
@@ -180,7 +179,7 @@ class Tracking:
             self._to_tracker(lambda tracker: tracker.log_images({name: [picture]}, step=step))
 
     def log_density(self, density: torch.Tensor, step: int) -> None:
-        """The probability of the timesteps as a histogram; a sampler that adapts shows as one that moves."""
+        """Show the probability of the timesteps as a histogram; that of a sampler that adapts moves."""
         if self.tracker is None:
             return
         import numpy
@@ -201,7 +200,7 @@ class Tracking:
             self._to_tracker(lambda tracker: tracker.log({DENSITY: histogram}, step=step))
 
     def _to_tracker(self, action: Callable) -> None:
-        """Curves are worth less than the run: if they cannot be written, they end."""
+        """Write to the tracker. Curves are worth less than the run: if they cannot be written, they end."""
         if self.tracker is None:
             return
         try:
@@ -218,12 +217,13 @@ class Tracking:
         self._to_tracker(lambda tracker: tracker.finish())
 
 
-def open_tracker(config: TrainingConfig, output_dir: Path, step: int):
-    """accelerate's tracker for TensorBoard or wandb. Curves of steps that will be repeated are dropped."""
+def open_tracker(config: TrainingConfig, step: int):
+    """Open accelerate's tracker for TensorBoard or wandb. Curves of steps that will be repeated are dropped."""
     if config.logger == "none":
         return None
     from accelerate.tracking import TensorBoardTracker, WandBTracker
 
+    output_dir = Path(config.output_dir)
     logging_dir = output_dir / config.logging_dir
     if config.logger == "tensorboard":
         tracker = TensorBoardTracker("", logging_dir, purge_step=step + 1)
@@ -236,7 +236,7 @@ def open_tracker(config: TrainingConfig, output_dir: Path, step: int):
 
 
 def append_lines(path: Path, values: list[dict]) -> None:
-    """All of the lines or, on a full disk, none of them."""
+    """Append all of the lines or, on a full disk, none of them."""
     text = "".join(json.dumps(value) + "\n" for value in values).encode()
     with path.open("ab", buffering=0) as file:
         end = file.tell()

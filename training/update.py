@@ -1,15 +1,107 @@
-"""The optimiser, the learning rate and the moving average, as the paper has them."""
+"""The update of the weights: Adam, gradient clipping, the moving average, and the guard before all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from ema_pytorch import EMA
 
+from common.errors import RunFailed
+
 if TYPE_CHECKING:
+    from common.processes import Processes
     from run_folder.config import TrainingConfig
+    from training.metrics import Window
+
+HEALTHY = torch.iinfo(torch.int64).max  # the step of a failure that has not happened
+# Under fp16 the gradient scaler halves its scale at every overflow, from 65536; below this they are not by chance.
+SMALLEST_LOSS_SCALE = 2.0**-8
+LISTED = 10  # timesteps in the report of a failure
+
+
+class Update:
+    """What a step does to the weights once it has their gradient, and what it needs to remember for that."""
+
+    def __init__(self, config: TrainingConfig, unet: torch.nn.Module, total_steps: int, processes: Processes):
+        self.unet, self.processes = unet, processes
+        self.optimizer, self.ema = build_optimizer(config, unet), build_ema(config, unet)
+        self.scaler: torch.amp.GradScaler | None = processes.accelerator.scaler
+        self.learning_rate = learning_rate_schedule(config, total_steps)
+        self.max_grad_norm = config.max_grad_norm
+        self.failed_at = torch.full((), HEALTHY, device=processes.device)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to sum the objective of a step."""
+        self.objective = torch.zeros((), device=self.processes.device)
+
+    def backward(self, objective: torch.Tensor) -> None:
+        """Add a forward pass's share of the objective, and its gradient."""
+        (objective if self.scaler is None else self.scaler.scale(objective)).backward()
+        self.objective += objective.detach()
+
+    def clip(self) -> None:
+        """Clip the gradient at `max_grad_norm`."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.unet.parameters(), self.max_grad_norm)
+
+    @property
+    def is_finite(self) -> torch.Tensor:
+        """Tell, on the device, whether objective and gradient are finite.
+
+        Gradients that overflow under fp16 are the gradient scaler's business: it lowers the scale and leaves the update
+        out, as it should.
+        """
+        finite = self.objective.isfinite()
+        return finite if self.scaler is not None else finite & self.gradient_norm.isfinite()
+
+    def step(self, step: int, all_finite: torch.Tensor) -> None:
+        """Update weights and moving average, unless this step or one before it failed on any process.
+
+        The fused optimiser looks at `found_inf` on the device, so that leaving the update out needs no answer from it.
+        """
+        self.failed_at = torch.where(all_finite, self.failed_at, self.failed_at.clamp(max=step))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
+        if self.scaler is None:
+            self.optimizer.found_inf = (self.failed_at != HEALTHY).float()
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.ema is not None:
+            self.ema.update()
+
+    def check(self, next_step: int, window: Window, last_checkpoint: Callable[[], Path | None]) -> None:
+        """Raise if an update had to be left out; this waits for the device."""
+        failed_at = int(self.failed_at)
+        if failed_at != HEALTHY:
+            t, errors = window.latest[failed_at - next_step]  # counted back from the newest step
+            bad, drawn = (
+                sorted(set().union(*self.processes.all_gather(some.tolist()))) for some in (t[~errors.isfinite()], t)
+            )
+            what = f"loss at {listed(bad)}" if bad else f"gradient (at {listed(drawn)})"
+            checkpoint = last_checkpoint()
+            left = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
+            raise RunFailed(
+                f"step {failed_at}: the {what} is not finite; the weights were not updated with it, and {left}. "
+                f"Try a lower --learning_rate, a longer --lr_warmup_steps or --mixed_precision no"
+            )
+        if self.scaler is not None and self.scaler.get_scale() < SMALLEST_LOSS_SCALE:
+            raise RunFailed(
+                f"step {next_step}: gradients overflow in fp16 whatever the loss scale; no update was made with them. "
+                f"The last good checkpoint is {last_checkpoint()}; continue with --mixed_precision bf16 or no"
+            )
+
+
+def listed(timesteps: list[int]) -> str:
+    more = f" and {len(timesteps) - LISTED} more" if len(timesteps) > LISTED else ""
+    return f"timestep(s) {', '.join(map(str, timesteps[:LISTED]))}{more}"
 
 
 class ExactEMA(EMA):
@@ -20,7 +112,7 @@ class ExactEMA(EMA):
     """
 
     def get_current_decay(self) -> float:
-        """1 - (1 + n / inv_gamma)^-power after the copy and n further updates, between `min_value` and `beta`."""
+        """Return 1 - (1 + n / inv_gamma)^-power n updates after the copy, between `min_value` and `beta`."""
         updates = self.step.item() - self.update_after_step - 1
         if updates <= 0:
             return 0.0
@@ -28,7 +120,7 @@ class ExactEMA(EMA):
 
 
 def build_optimizer(config: TrainingConfig, unet: torch.nn.Module) -> torch.optim.Optimizer:
-    """Adam: AdamW with decay 0 is the same update. `fused` can skip an update on the device (see the loop)."""
+    """Build Adam: AdamW with decay 0 is the same update, and `fused` can skip one on the device (see `Update.step`)."""
     return torch.optim.AdamW(
         unet.parameters(),
         lr=config.learning_rate,
@@ -40,7 +132,7 @@ def build_optimizer(config: TrainingConfig, unet: torch.nn.Module) -> torch.opti
 
 
 def learning_rate_schedule(config: TrainingConfig, total_steps: int) -> Callable[[int], float]:
-    """The learning rate of step s = 0, 1, ...: a pure function, with the curves that diffusers defines.
+    """Return the learning rate as a function of the step s = 0, 1, ..., with the curves that diffusers defines.
 
     With warm-up it is learning_rate * min(s / warmup_steps, 1). A scheduler prepared by accelerate would be stepped
     once per process and finish the warm-up that many times too early.
@@ -59,7 +151,7 @@ def learning_rate_schedule(config: TrainingConfig, total_steps: int) -> Callable
 
 
 def build_ema(config: TrainingConfig, unet: torch.nn.Module) -> ExactEMA | None:
-    """The first update copies the weights, every later one is ema <- decay ema + (1 - decay) weights.
+    """Build the moving average: a copy at first, then ema <- decay ema + (1 - decay) weights.
 
     "Without warm-up" must be said in ema-pytorch's terms: the ramp's minimum is its maximum, no update is left out.
     """

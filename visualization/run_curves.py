@@ -14,10 +14,9 @@ from common.plots import single_panel
 from run_folder.checkpoint_files import describe
 from run_folder.checkpoints import checkpoints, step_of
 from run_folder.config import TrainingConfig
-from run_folder.folder import METRICS_FILE, RunFolder
+from run_folder.folder import METRICS_FILE, QUARTERS, RunFolder
 from schedulers.ddpm import build_scheduler
-from training.loop import QUARTERS
-from training.timestep_sampling import ON_THEIR_WAY, build_sampler
+from schedulers.loss import build_sampler, sampler_state
 
 EFFECTIVE_SAMPLE_SIZE = "weight_ess"
 MOST_CURVES = 8
@@ -46,12 +45,11 @@ def read_densities(folder: Path, config: TrainingConfig) -> dict[int, torch.Tens
     densities = {}
     scheduler = build_scheduler(config.ddpm_beta_schedule, config.ddpm_num_steps)
     for checkpoint in checkpoints(folder):
-        sampler = build_sampler(config, scheduler.alphas_cumprod)
+        sampler = build_sampler(vars(config), scheduler.alphas_cumprod)
         sampler.start(int(config.channels), torch.device("cpu"))
         file = checkpoint / "sampler.safetensors"
         try:
-            state = load_file(file)
-            sampler.load_state_dict({name: state[name] for name in state if not name.startswith(ON_THEIR_WAY)})
+            sampler.load_state_dict(sampler_state(load_file(file)))
         except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
             raise UserError(
                 f"{file} does not fit the timestep sampler {config.timestep_sampler} ({describe(error)})"
