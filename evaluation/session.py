@@ -40,9 +40,10 @@ from evaluation.samples import (
     training_images,
 )
 from evaluation.statistics import Statistics, named_statistics, reference_statistics, save_statistics
-from generation.collection import RECORD
 from generation.engine import Job
-from generation.generate_options import ConditionOptions, build_method
+from generation.generate_options import ConditionOptions
+from generation.methods import build_method
+from generation.sample_folder import RECORD
 from image_data.sources import load_images, spread
 from run_folder.folder import RunFolder
 from run_folder.publish import update_evaluation
