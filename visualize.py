@@ -83,13 +83,13 @@ def main() -> None:
 
 def draw_diffusion(options: Options) -> list[Path]:
     """The schedules on images and as curves; every timestep sampler; every loss weighting."""
-    from image_data.sources import DIGITS, load_images
+    from image_data.sources import DIGITS, NamedDataset, load_images
     from schedulers.ddpm import build_scheduler
     from visualization.diffusion import build_samplers, draw_betas, draw_samplers, draw_snr, draw_weightings
     from visualization.dissolving import decode_for_dissolving, dissolving_frames, save_animation
 
     no_data = options.dataset_name is None and options.train_data_dir is None
-    source = load_images(
+    choice = NamedDataset(
         dataset_name=DIGITS if no_data else options.dataset_name,
         dataset_config_name=options.dataset_config_name,
         train_data_dir=options.train_data_dir,
@@ -97,7 +97,7 @@ def draw_diffusion(options: Options) -> list[Path]:
         cache_dir=options.cache_dir,
         max_train_samples=options.num_images,
     )
-    images = decode_for_dissolving(source, options.resolution)
+    images = decode_for_dissolving(load_images(choice), options.resolution)
     schedulers = {name: build_scheduler(name, options.ddpm_num_steps) for name in options.schedules}
     folder = make_output_dir(options)
     return [

@@ -28,13 +28,13 @@ from conditions.text_encoder import (
     text_encoder_config,
     words_of,
 )
-from image_data.annotations import Labels, find_captions, find_labels, templates_filled
+from image_data.annotations import Labels, fill_templates, find_captions, find_labels
 from image_data.sources import spread
 
 if TYPE_CHECKING:
     from common.processes import Processes
     from image_data.sources import ImageSource
-    from image_data.training_images import TrainingImages
+    from image_data.store import TrainingImages
     from run_folder.config import ConditionalConfig
 
 logger = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ def load_condition(
     logger.info("Classes: %s", ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True)))
     if config.condition == "class":
         return ClassCondition(names, labels, config)
-    captions = templates_filled(config.caption_template, names)
+    captions = fill_templates(config.caption_template, names)
     prompts = config.validation_prompts or [several[0] for several in captions]
     return TextCondition(labels, captions, labels, prompts, config, processes)
 

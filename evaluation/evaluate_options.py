@@ -108,6 +108,8 @@ class EvaluationOptions(
 ):
     """All options of an evaluation."""
 
+    max_train_samples = None  # not an option: the whole split is the reference
+
 
 # What fingers type when they mean one of ours.
 HABITS = {

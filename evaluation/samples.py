@@ -21,7 +21,7 @@ from generation.collection import RECORD, open_collections, read_record
 from generation.engine import Job, Pace, choose_batch_size, generate, generate_images
 from generation.generate_options import GenerationOptions
 from generation.pictures import draw_pictures
-from image_data.sources import load_images
+from image_data.sources import NamedDataset, load_images
 from run_folder.checkpoints import WEIGHTS, checkpoints
 from run_folder.saved_model import CONFIG, METRICS, PIPELINE, SavedModel, find_models, output_folder
 
@@ -69,15 +69,9 @@ def _pipeline_beside(run: Path, models: list[SavedModel]) -> list[SavedModel]:
 def training_images(run_dir: str, split: str, cache_dir: str | None, num_workers: int) -> EncodedImages:
     """The very images that a run was trained on, or of another split, at its resolution, cropped at the centre."""
     config = yaml.safe_load((Path(run_dir).expanduser() / CONFIG).read_text(encoding="utf-8"))
-    source = load_images(
-        dataset_name=config["dataset_name"],
-        dataset_config_name=config["dataset_config_name"],
-        train_data_dir=config["train_data_dir"],
-        split=split,
-        image_column=config["image_column"],
-        cache_dir=cache_dir,
-        max_train_samples=config["max_train_samples"],
-    )
+    names = "dataset_name dataset_config_name train_data_dir image_column max_train_samples".split()
+    choice = NamedDataset(**{name: config[name] for name in names}, cache_dir=cache_dir)
+    source = load_images(choice, split)
     images = EncodedImages(source, config["resolution"], int(config["channels"]))
     return images.without_bad(num_workers) if config["on_bad_image"] == "skip" else images
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,7 @@ import yaml
 from PIL import Image
 
 from common.errors import UserError
-from common.files import default_cache_dir
-from common.machine import default_num_workers
+from common.options import names_of
 from common.progress import progress_bar
 from common.randomness import standard_normal
 from generation.engine import Job, Pace, RunningNetwork
@@ -19,7 +19,8 @@ from generation.generate_options import seeds_of
 from generation.writers import said_in_one_line, written_aside
 from image_data.grid import beside_names, image_grid, side_by_side
 from image_data.sources import load_images
-from image_data.store import prepare_images
+from image_data.store import load_training_images
+from run_folder.config import TrainingConfig
 from run_folder.saved_model import CONFIG
 from schedulers.denoising_loop import NOISE_KEY, to_uint8
 
@@ -54,7 +55,7 @@ def draw_pictures(
     if options.progress_gif:
         save_progress(job, processes, pace, seeds_of(options)[:SHOWN], folder / "progress.gif")
     if options.nearest:
-        training_images = load_training_images(
+        training_images = load_images_of_run(
             job.model.home, job.model.shape, options.dataset_name, options.train_data_dir
         )
         count = min(options.nearest, len(training_images))
@@ -153,31 +154,24 @@ def _whole(training_images: InMemoryImages | StreamedImages, indices: torch.Tens
     return training_images.crops(indices, torch.full((len(indices), 2), 0.5))
 
 
-def load_training_images(
+def load_images_of_run(
     run: Path, shape: tuple[int, int, int], dataset_name: str | None, train_data_dir: str | None
 ) -> InMemoryImages | StreamedImages:
-    """The images that a run was trained on, or those that are named, in the model's size."""
-    config = {"dataset_name": dataset_name, "train_data_dir": train_data_dir}
+    """Return the images that a run was trained on, or those that are named, in the model's size."""
+    config = TrainingConfig(
+        dataset_name=dataset_name, train_data_dir=train_data_dir, center_crop=True, on_bad_image="skip"
+    )
     if not (dataset_name or train_data_dir):
         if not (run / CONFIG).exists():
             raise UserError(
                 "--nearest: the model is not of a run; name its images with --dataset_name or --train_data_dir"
             )
-        config = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
-    names = "dataset_name dataset_config_name train_data_dir image_column cache_dir max_train_samples".split()
-    source = load_images(**{name: config.get(name) for name in names})
+        values = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
+        names = names_of([TrainingConfig])
+        config = TrainingConfig(**{name: value for name, value in values.items() if name in names})
+    source = load_images(config)
     channels, height, width = shape
     if height != width:
         raise UserError("--nearest: compares square images only")
-    return prepare_images(
-        source,
-        resolution=height,
-        channels=channels,
-        center_crop=config.get("center_crop", True),
-        memory_limit_bytes=int(config.get("in_memory_limit_gb", 8.0) * 2**30),
-        num_workers=default_num_workers(1),
-        on_bad_image=config.get("on_bad_image", "skip"),
-        cache_dir=default_cache_dir(),
-        work_here=True,
-        wait=lambda: None,
-    )
+    config = replace(config, resolution=height, channels=str(channels), dataloader_num_workers=None)
+    return load_training_images(config, source).images

@@ -15,11 +15,11 @@ from common.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
-FILES_PER_ITEM = 16
+FILES_PER_CHUNK = 16
 
 
 def load_in_workers(dataset: Dataset, items: Iterable, num_workers: int) -> Iterator[Any]:
-    """`dataset[item]` for each of `items`, in their order, computed ahead by worker processes.
+    """Yield `dataset[item]` for each of `items`, in their order, computed ahead by worker processes.
 
     With zero workers it is computed here. Closing the iterator ends the workers.
     """
@@ -33,27 +33,36 @@ def load_in_workers(dataset: Dataset, items: Iterable, num_workers: int) -> Iter
     yield from results
 
 
-def work_through(dataset: Dataset, files: Sequence, num_workers: int, doing: str, if_stopped: str) -> list:
-    """What `dataset[files]`, a list for a list, makes of all files; with a bar, and ready to be stopped at any time."""
-    items = [files[start : start + FILES_PER_ITEM] for start in range(0, len(files), FILES_PER_ITEM)]
-    done = []
+def load_in_chunks(
+    dataset: Dataset, items: Sequence, size: int, num_workers: int, description: str
+) -> Iterator[list | UserError]:
+    """Yield `dataset[chunk]`, a list for a list, for chunks of `size` items; with a bar that counts the items."""
+    chunks = [items[start : start + size] for start in range(0, len(items), size)]
     with (
-        contextlib.closing(load_in_workers(dataset, items, num_workers)) as results,
-        progress_bar(total=len(files), desc=doing, unit="images") as bar,
+        contextlib.closing(load_in_workers(dataset, chunks, num_workers)) as results,
+        progress_bar(total=len(items), desc=description, unit="images") as bar,
     ):
+        for chunk, result in zip(chunks, results, strict=True):
+            yield result
+            bar.update(len(chunk))
+
+
+def process_files(dataset: Dataset, files: Sequence, num_workers: int, description: str, advice: str) -> list:
+    """Return what `dataset[files]` makes of all files, a few at a time; can be stopped, and then gives this advice."""
+    done = []
+    with contextlib.closing(load_in_chunks(dataset, files, FILES_PER_CHUNK, num_workers, description)) as results:
         try:
             for result in results:
                 if isinstance(result, UserError):
                     raise result
                 done += result
-                bar.update(len(result))
-                interruption.stop_if_requested(f"stopped at {len(done)} of {len(files)} images; {if_stopped}")
+                interruption.stop_if_requested(f"stopped at {len(done)} of {len(files)} images; {advice}")
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
             raise RunFailed(
                 f"a worker process was ended from outside at about {len(done)} of {len(files)} images, probably for "
-                f"lack of memory; {if_stopped}, with --num_workers 1 if need be"
+                f"lack of memory; {advice}, with --num_workers 1 if need be"
             ) from error
     return done
 

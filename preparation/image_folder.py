@@ -24,9 +24,9 @@ from torch.utils.data import Dataset
 from common import interruption
 from common.errors import UserError
 from common.files import write_atomically
-from image_data.annotations import spoken
+from image_data.annotations import class_in_words
 from image_data.decode import UndecodableImage, decode_image, is_grey, plain_suffix, shorter_side
-from image_data.workers import work_through
+from image_data.workers import process_files
 from preparation.layouts import Collection, Photo
 from preparation.photo_files import modified_at, printable, read_file
 
@@ -102,7 +102,7 @@ def with_captions(photos: Iterable[Photo], template: str | None) -> list[Photo]:
         return list(photos)
     captioned = []
     for photo in photos:
-        described = template.replace("{class}", spoken(photo.label)) if photo.label else None
+        described = template.replace("{class}", class_in_words(photo.label)) if photo.label else None
         caption = photo.caption or described
         captioned.append(Photo(photo.path, photo.name, photo.label, caption, photo.split))
     return captioned
@@ -156,7 +156,7 @@ def write_images(targets: list[Target], output: Path, num_workers: int) -> list[
         folder.mkdir(parents=True, exist_ok=True)
         for unfinished in folder.glob(".*.tmp"):  # of a process that was killed
             unfinished.unlink()
-    return work_through(_Writer(output), targets, num_workers, "Preparing", "the same command goes on from there")
+    return process_files(_Writer(output), targets, num_workers, "Preparing", "the same command goes on from there")
 
 
 def finish(

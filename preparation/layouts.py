@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import UserError
+from image_data.annotations import ANIMALS10, CAPTION_COLUMNS, LABEL_COLUMNS
 from preparation.photo_files import find_files, portable, printable
 
 SPLITS = {
@@ -22,22 +23,6 @@ NORMALISED_COPY = "normalized_eval_data"  # of eval_data: the same photos again
 DTD_SPLITS = {"train1.txt": "train", "val1.txt": "validation", "test1.txt": "test"}
 METADATA_FILES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMNS = ("file_name", "filename", "file", "image", "path")
-LABEL_COLUMNS = ("label", "labels", "class", "class_name")
-CAPTION_COLUMNS = ("caption", "captions", "text", "prompt", "description")
-
-# Animals-10 has Italian folder names.
-ANIMALS10 = {
-    "cane": "dog",
-    "cavallo": "horse",
-    "elefante": "elephant",
-    "farfalla": "butterfly",
-    "gallina": "chicken",
-    "gatto": "cat",
-    "mucca": "cow",
-    "pecora": "sheep",
-    "ragno": "spider",
-    "scoiattolo": "squirrel",
-}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from image_data.decode import UndecodableImage, decode_image, inspect_image
 from image_data.sources import spread
-from image_data.workers import work_through
+from image_data.workers import process_files
 from preparation.layouts import Collection, Photo
 from preparation.photo_files import printable, read_file
 
@@ -68,7 +68,7 @@ class Findings:
 
 def inspect_photos(photos: list[Photo], num_workers: int) -> list[Seen | str]:
     """What is seen of every photo, or why nothing is."""
-    return work_through(_Inspector(), photos, num_workers, "Checking", "the same command begins anew")
+    return process_files(_Inspector(), photos, num_workers, "Checking", "the same command begins anew")
 
 
 class _Inspector(Dataset):

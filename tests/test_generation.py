@@ -435,9 +435,9 @@ def test_pictures_beside_the_images(run, tmp_path):
 
 
 def test_the_nearest_training_image_of_a_training_image_is_itself(run):
-    from generation.pictures import load_training_images, nearest
+    from generation.pictures import load_images_of_run, nearest
 
-    images = load_training_images(run, (1, 8, 8), None, None)
+    images = load_images_of_run(run, (1, 8, 8), None, None)
     wanted = torch.tensor([0, 5, 1500])
     found = nearest(images.crops(wanted, torch.zeros(3, 2)), images, 4)
     assert found[:, 0].tolist() == wanted.tolist()

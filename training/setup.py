@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from common.processes import Processes
     from conditions.condition import Unconditional
-    from image_data.training_images import TrainingImages
+    from image_data.store import TrainingImages
     from schedulers.timestep_samplers import TimestepSampler
 
 
