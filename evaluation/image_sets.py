@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from common.errors import UserError
 from common.files import sha256
-from image_data.decode import UndecodableImage, decode_image, is_grey, shorter_side, upright_size
+from image_data.decode import UndecodableImage, decode_image, is_grey, stored_size, upright_size
 from image_data.sources import NamedDataset, load_images, spread
 from image_data.workers import load_in_workers
 
@@ -117,7 +117,7 @@ class EncodedImages:
 
     def decode(self, row: int) -> np.ndarray:
         data = self.files.read(row)
-        resolution = self.resolution or shorter_side(data)
+        resolution = self.resolution or min(stored_size(data))
         return decode_image(data, self.channels, resolution, center_crop=self.resolution is not None)
 
     def is_grey(self) -> bool:

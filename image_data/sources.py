@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from common.errors import UserError, first_cause
-from image_data.decode import UndecodableImage, is_grey
+from image_data.decode import UndecodableImage, errors_as_undecodable, is_grey
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -70,10 +70,8 @@ class ImageSource:
             raise UndecodableImage("there is no image in this row")
         if image["bytes"] is not None:
             return image["bytes"]
-        try:
+        with errors_as_undecodable():
             return Path(image["path"]).read_bytes()
-        except OSError as error:
-            raise UndecodableImage(error.strerror or str(error)) from error
 
     def describe(self, index: int) -> str:
         """Tell the user where this image is."""

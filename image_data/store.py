@@ -15,7 +15,6 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
@@ -24,14 +23,13 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
-from torch.utils.data import Dataset
 
 from common.errors import UserError
 from common.files import default_cache_dir, sync, write_atomically
 from common.machine import default_num_workers
-from image_data.decode import UndecodableImage, aspect_ratio, decode_image
+from image_data.decode import UndecodableImage, decode_image, stored_size
 from image_data.sources import ImageSource, spread
-from image_data.workers import load_in_chunks
+from image_data.workers import map_in_chunks
 
 if TYPE_CHECKING:
     from common.processes import Processes
@@ -42,7 +40,7 @@ FORMAT_VERSION = 1
 PIXELS, INDEX = "pixels", "index.safetensors"
 MOST_IMAGES_PER_CHUNK, MOST_BYTES_PER_CHUNK = 32, 4 * 2**20  # what a worker decodes at a time
 SAMPLED_HEADERS = 64
-MOST_SKIPPED_LISTED = 20
+MOST_LISTED = 20
 
 
 class ImageOptions(Protocol):
@@ -83,8 +81,8 @@ def load_training_images(
     cache_dir = Path(options.cache_dir or default_cache_dir()).expanduser()
     folder = cache_dir / _key(source, image_format, in_memory)
     if processes is None or processes.is_local_main:
-        decoded = _DecodedRows(source, image_format, keep_pixels=in_memory)
-        index = _find(decoded, folder) or _prepare(decoded, folder, num_workers, options.on_bad_image)
+        decoder = _Decoder(source, image_format, keep_pixels=in_memory)
+        index = _find(decoder, folder) or _prepare(decoder, folder, num_workers, options.on_bad_image)
         _refuse_bad_images(index.skipped, options.on_bad_image)
     if processes is not None:
         processes.wait()
@@ -94,15 +92,16 @@ def load_training_images(
             f"--cache_dir {cache_dir} must be a folder that all processes of a machine share: "
             f"{folder.name} is not in it after one of them has prepared it"
         )
-    _refuse_bad_images(index.skipped, options.on_bad_image)
-    images = (
-        InMemoryImages(index, image_format, folder / PIXELS)
-        if in_memory
-        else StreamedImages(index, image_format, source)
-    )
+    if in_memory:
+        images = InMemoryImages(index, image_format, folder / PIXELS)
+    else:
+        images = StreamedImages(index, image_format, source)
     where = f"{source.name}[{source.split}]"
     logger.info("%s: %d images, %d channel(s), %d data worker(s)", where, len(images), channels, num_workers)
-    _warn_of_skipped(images.skipped)
+    if images.skipped:
+        listed = "\n".join(f"  {name}" for name in images.skipped[:MOST_LISTED])
+        more = f"\n  and {len(images.skipped) - MOST_LISTED} more" if len(images.skipped) > MOST_LISTED else ""
+        logger.warning("%d image(s) could not be decoded and are left out:\n%s%s", len(images.skipped), listed, more)
     return TrainingImages(images, channels, num_workers)
 
 
@@ -200,16 +199,15 @@ class StreamedImages(_Images):
             raise UserError(f"{where} has changed since the images were checked: {error}") from error
 
 
-class _DecodedRows(Dataset):
-    """For some rows what decoding makes of each: its pixels (or nothing, if they are not kept) or the error."""
+@dataclass(frozen=True)
+class _Decoder:
+    """Decodes rows of a source, in worker processes too."""
 
-    def __init__(self, source: ImageSource, image_format: ImageFormat, keep_pixels: bool) -> None:
-        self.source, self.format, self.keep_pixels = source, image_format, keep_pixels
+    source: ImageSource
+    format: ImageFormat
+    keep_pixels: bool
 
-    def __getitem__(self, rows: Iterable[int]) -> list[np.ndarray | None | UndecodableImage]:
-        return [self._decode(row) for row in rows]
-
-    def _decode(self, row: int) -> np.ndarray | None | UndecodableImage:
+    def __call__(self, row: int) -> np.ndarray | None | UndecodableImage:
         try:
             pixels = self.format.decode(self.source, row)
         except UndecodableImage as error:
@@ -221,7 +219,8 @@ def _estimate_bytes(source: ImageSource, image_format: ImageFormat) -> int:
     ratios = []
     for row in spread(len(source), 0 if image_format.center_crop else SAMPLED_HEADERS):
         with contextlib.suppress(UndecodableImage):
-            ratios.append(aspect_ratio(source.read(row)))
+            size = stored_size(source.read(row))
+            ratios.append(max(size) / min(size))
     mean_ratio = sum(ratios) / len(ratios) if ratios else 1.0
     return int(len(source) * image_format.bytes_of_a_square * mean_ratio)
 
@@ -231,26 +230,26 @@ def _key(source: ImageSource, image_format: ImageFormat, in_memory: bool) -> str
     return hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
 
 
-def _find(decoded: _DecodedRows, folder: Path) -> _Index | None:
+def _find(decoder: _Decoder, folder: Path) -> _Index | None:
     """Return the index of the folder, unless an image that it leaves out can be decoded by now."""
     index = _read_index(folder)
     if index is None:
         return None
-    left_out = np.setdiff1d(np.arange(len(decoded.source)), index.kept)
-    if all(isinstance(outcome, UndecodableImage) for outcome in decoded[left_out.tolist()]):
+    left_out = np.setdiff1d(np.arange(len(decoder.source)), index.kept)
+    if all(isinstance(decoder(row), UndecodableImage) for row in left_out.tolist()):
         return index
     shutil.rmtree(folder, ignore_errors=True)
     return None
 
 
-def _prepare(decoded: _DecodedRows, folder: Path, num_workers: int, on_bad_image: str) -> _Index:
+def _prepare(decoder: _Decoder, folder: Path, num_workers: int, on_bad_image: str) -> _Index:
     """Decode every image once, and publish what came of it under the name `folder`."""
     # A name of its own, so that two runs can prepare the same set at the same time.
     unfinished = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     try:
         unfinished.mkdir(parents=True)
         with open(unfinished / PIXELS, "wb") as file:
-            index = _write_pixels(decoded, file, num_workers, on_bad_image)
+            index = _write_pixels(decoder, file, num_workers, on_bad_image)
         # Before the rename, or a power cut could leave a complete-looking folder of empty files.
         sync(unfinished / PIXELS)
         write_atomically(unfinished / INDEX, index.to_bytes())
@@ -265,14 +264,14 @@ def _prepare(decoded: _DecodedRows, folder: Path, num_workers: int, on_bad_image
     return index
 
 
-def _write_pixels(decoded: _DecodedRows, file: BinaryIO, num_workers: int, on_bad_image: str) -> _Index:
+def _write_pixels(decoder: _Decoder, file: BinaryIO, num_workers: int, on_bad_image: str) -> _Index:
     kept, heights, widths, offsets, skipped = [], [], [], [0], []
-    size = min(MOST_IMAGES_PER_CHUNK, max(1, MOST_BYTES_PER_CHUNK // decoded.format.bytes_of_a_square))
-    rows, description = range(len(decoded.source)), "Decoding" if decoded.keep_pixels else "Checking images"
-    with contextlib.closing(load_in_chunks(decoded, rows, size, num_workers, description)) as chunks:
+    size = min(MOST_IMAGES_PER_CHUNK, max(1, MOST_BYTES_PER_CHUNK // decoder.format.bytes_of_a_square))
+    rows, description = range(len(decoder.source)), "Decoding" if decoder.keep_pixels else "Checking images"
+    with contextlib.closing(map_in_chunks(decoder, rows, size, num_workers, description)) as chunks:
         for row, outcome in enumerate(itertools.chain.from_iterable(chunks)):
             if isinstance(outcome, UndecodableImage):
-                skipped.append(f"{decoded.source.describe(row)}: {outcome}")
+                skipped.append(f"{decoder.source.describe(row)}: {outcome}")
                 _refuse_bad_images(skipped, on_bad_image)
                 continue
             kept.append(row)
@@ -315,10 +314,3 @@ def _refuse_bad_images(skipped: list[str], on_bad_image: str) -> None:
             f"cannot decode {skipped[0]}; "
             "repair or remove this image, or leave such images out with --on_bad_image skip"
         )
-
-
-def _warn_of_skipped(skipped: list[str]) -> None:
-    if skipped:
-        listed = "\n".join(f"  {name}" for name in skipped[:MOST_SKIPPED_LISTED])
-        more = f"\n  and {len(skipped) - MOST_SKIPPED_LISTED} more" if len(skipped) > MOST_SKIPPED_LISTED else ""
-        logger.warning("%d image(s) could not be decoded and are left out:\n%s%s", len(skipped), listed, more)

@@ -34,7 +34,7 @@ DAMAGED = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMA
 
 
 def identity_of(source: Path) -> str | None:
-    """Changes when an archive does; None for a folder."""
+    """Return a text that changes when an archive does; None for a folder."""
     if source.is_dir():
         return None
     status = source.stat()
@@ -42,8 +42,8 @@ def identity_of(source: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def opened(source: Path, beside: Path) -> Iterator[Path]:
-    """The folder itself; or the images and texts of an archive, unpacked in `beside` until all is done with them."""
+def unpacked(source: Path, beside: Path) -> Iterator[Path]:
+    """Yield a folder as it is; or the images and texts of an archive, unpacked in `beside` for as long as needed."""
     if source.is_dir():
         yield source
         return
@@ -55,7 +55,7 @@ def opened(source: Path, beside: Path) -> Iterator[Path]:
 
 
 def _unpack_whole(archive: Path, folder: Path) -> None:
-    """The folder gets its name when everything is in it."""
+    """Unpack an archive; the folder gets its name when everything is in it."""
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -122,7 +122,7 @@ def _members(archive: Path) -> Iterator[_Member]:
 
 
 def _expect_the_end(file: IO[bytes]) -> None:
-    """A tar ends with blocks of zeros; tarfile takes a cut or a damaged header for the end as well."""
+    """Read on to the blocks of zeros that end a tar; tarfile takes a cut or a damaged header for the end as well."""
     length = 0
     while block := file.read(BLOCK):
         length += len(block)
@@ -133,13 +133,13 @@ def _expect_the_end(file: IO[bytes]) -> None:
 
 
 def _refuse_to_leave(archive: Path, name: str) -> None:
-    """An honest archive has no such name; of one that has, nothing is used."""
+    """Raise for a name that no honest archive has; of one that has it, nothing is used."""
     if posixpath.isabs(name) or ".." in name.split("/") or re.match(r"[A-Za-z]:", name) or "\0" in name:
         raise UserError(f"{archive}: refused, because '{printable(name)}' in it leads out of the folder")
 
 
 def _write(member: _Member, path: Path) -> str | None:
-    """Unpack one file; the reason if that is not possible."""
+    """Unpack one file; return the reason if that is not possible."""
     if member.size > LARGEST_FILE:
         return f"a file of {member.size / 2**30:.1f} GB is no photo"
     try:

@@ -869,8 +869,8 @@ def test_everything_that_workers_need_can_be_pickled(photos, prepare, load):
     for source in (photos, load("digits")):
         copy = pickle.loads(pickle.dumps(source))
         assert (copy.read(3), copy.describe(3)) == (source.read(3), source.describe(3))
-    decoded = pickle.loads(pickle.dumps(store._DecodedRows(photos, ImageFormat(8, 3, False), True)))
-    assert [outcome.shape for outcome in decoded[range(2)]] == [(3, 15, 8), (3, 8, 9)]
+    decoder = pickle.loads(pickle.dumps(store._Decoder(photos, ImageFormat(8, 3, False), True)))
+    assert [decoder(row).shape for row in range(2)] == [(3, 15, 8), (3, 8, 9)]
     steps = batches._Steps(batches_of(prepare(photos, memory_limit_bytes=0)))
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(steps))[5], steps[5])
 
