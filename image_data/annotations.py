@@ -48,7 +48,7 @@ def find_labels(source: ImageSource, label_column: str | None = None) -> Labels:
     column = _label_column(source, label_column)
     labels = _labels_of_folders(source) if column is None else _labels_of_column(source, column)
     if len(labels.names) < 2:
-        raise UserError(f"{_where(source)}: all images are of one class ({labels.names[0]}); a condition needs several")
+        raise UserError(f"{source}: all images are of one class ({labels.names[0]}); a condition needs several")
     if set(labels.names) <= ANIMALS10.keys():  # nobody types Italian names to see an animal
         return Labels([ANIMALS10[name] for name in labels.names], labels.of_row)
     return labels
@@ -57,14 +57,14 @@ def find_labels(source: ImageSource, label_column: str | None = None) -> Labels:
 def find_captions(source: ImageSource, caption_column: str | None = None) -> list[list[str]] | None:
     """Return the captions of every row, one or several of each; None if no column is named and none is found."""
     if caption_column is not None:
-        check_column("caption_column", caption_column, _columns(source))
+        check_column("caption_column", caption_column, source.annotation_columns)
     found = [caption_column] if caption_column else _usual_columns(source, CAPTION_COLUMNS)
     if not found:
         return None
     if len(found) > 1:
-        raise UserError(f"{_where(source)} has several captions; name one with --caption_column: {', '.join(found)}")
+        raise UserError(f"{source} has several captions; name one with --caption_column: {', '.join(found)}")
     captions = []
-    for row, value in enumerate(_values(source, found[0])):
+    for row, value in enumerate(source.values(found[0])):
         several = [value] if isinstance(value, str) else value
         if not (isinstance(several, list) and several and all(isinstance(caption, str) for caption in several)):
             raise UserError(f"{source.describe(row)}: column '{found[0]}' holds no caption but {value!r}")
@@ -76,27 +76,25 @@ def _label_column(source: ImageSource, wanted: str | None) -> str | None:
     import datasets
 
     if wanted is not None:
-        check_column("label_column", wanted, _columns(source))
+        check_column("label_column", wanted, source.annotation_columns)
         return wanted
     classes = [name for name, feature in source.dataset.features.items() if isinstance(feature, datasets.ClassLabel)]
     found = classes or _usual_columns(source, LABEL_COLUMNS)
     if len(found) > 1:
-        raise UserError(
-            f"{_where(source)} has several columns of classes; name one with --label_column: {', '.join(found)}"
-        )
+        raise UserError(f"{source} has several columns of classes; name one with --label_column: {', '.join(found)}")
     return found[0] if found else None
 
 
 def _labels_of_column(source: ImageSource, column: str) -> Labels:
     import datasets
 
-    feature, values = source.dataset.features[column], _values(source, column)
+    feature, values = source.dataset.features[column], source.values(column)
     if isinstance(feature, datasets.ClassLabel):
         names, number_of = feature.names, {number: number for number in range(feature.num_classes)}
     else:
         kinds = {type(value) for value in values} - {type(None)}
         if kinds not in ({str}, {int}):
-            raise UserError(f"--label_column {column}: {_where(source)} holds no classes there but {feature}")
+            raise UserError(f"--label_column {column}: {source} holds no classes there but {feature}")
         distinct = sorted({value for value in values if value is not None})
         names, number_of = [str(value) for value in distinct], {value: n for n, value in enumerate(distinct)}
     for row, value in enumerate(values):
@@ -110,26 +108,14 @@ def _labels_of_folders(source: ImageSource) -> Labels:
     names = sorted(set(folders))
     if not Path(source.describe(0)).is_absolute() or len(names) < 2:
         raise UserError(
-            f"{_where(source)} has neither a column of classes nor a folder for each; "
-            f"name the column with --label_column, one of: {', '.join(_columns(source))}"
+            f"{source} has neither a column of classes nor a folder for each; "
+            f"name the column with --label_column, one of: {', '.join(source.annotation_columns)}"
         )
     number_of = {name: number for number, name in enumerate(names)}
     return Labels(names, torch.tensor([number_of[folder] for folder in folders]))
 
 
-def _columns(source: ImageSource) -> list[str]:
-    return [name for name in source.dataset.column_names if name != source.image_column]
-
-
 def _usual_columns(source: ImageSource, names: Sequence[str]) -> list[str]:
     """Return those of the names that are columns; the last one only if the others are not."""
-    columns = _columns(source)
+    columns = source.annotation_columns
     return [name for name in names[:-1] if name in columns] or [name for name in names[-1:] if name in columns]
-
-
-def _values(source: ImageSource, column: str) -> list:
-    return source.dataset.select_columns(column).with_format(None)[:][column]
-
-
-def _where(source: ImageSource) -> str:
-    return f"{source.name}[{source.split}]"

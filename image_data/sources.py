@@ -63,6 +63,17 @@ class ImageSource:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def __str__(self) -> str:
+        return f"{self.name}[{self.split}]"
+
+    @property
+    def annotation_columns(self) -> list[str]:
+        return [name for name in self.dataset.column_names if name != self.image_column]
+
+    def values(self, column: str) -> list:
+        """Return what a column holds in every row."""
+        return self.dataset.select_columns(column).with_format(None)[:][column]
+
     def read(self, index: int) -> bytes:
         """Return the bytes of an image file; raise `UndecodableImage` if it cannot be read."""
         image = self._images[index][self.image_column]
@@ -78,7 +89,7 @@ class ImageSource:
         image = self._images[index][self.image_column]
         if image is not None and image["bytes"] is None:
             return image["path"]
-        return f"row {self.rows[index]} of {self.name}[{self.split}]"
+        return f"row {self.rows[index]} of {self}"
 
     def detect_channels(self) -> int:
         """Return 1 if all images of an even sample are grey, otherwise 3."""

@@ -96,8 +96,7 @@ def load_training_images(
         images = InMemoryImages(index, image_format, folder / PIXELS)
     else:
         images = StreamedImages(index, image_format, source)
-    where = f"{source.name}[{source.split}]"
-    logger.info("%s: %d images, %d channel(s), %d data worker(s)", where, len(images), channels, num_workers)
+    logger.info("%s: %d images, %d channel(s), %d data worker(s)", source, len(images), channels, num_workers)
     if images.skipped:
         listed = "\n".join(f"  {name}" for name in images.skipped[:MOST_LISTED])
         more = f"\n  and {len(images.skipped) - MOST_LISTED} more" if len(images.skipped) > MOST_LISTED else ""
@@ -265,7 +264,7 @@ def _prepare(decoder: _Decoder, folder: Path, num_workers: int, on_bad_image: st
 
 
 def _write_pixels(decoder: _Decoder, file: BinaryIO, num_workers: int, on_bad_image: str) -> _Index:
-    kept, heights, widths, offsets, skipped = [], [], [], [0], []
+    kept, shapes, skipped = [], [], []
     size = min(MOST_IMAGES_PER_CHUNK, max(1, MOST_BYTES_PER_CHUNK // decoder.format.bytes_of_a_square))
     rows, description = range(len(decoder.source)), "Decoding" if decoder.keep_pixels else "Checking images"
     with contextlib.closing(map_in_chunks(decoder, rows, size, num_workers, description)) as chunks:
@@ -277,13 +276,17 @@ def _write_pixels(decoder: _Decoder, file: BinaryIO, num_workers: int, on_bad_im
             kept.append(row)
             if outcome is not None:
                 file.write(outcome.data)
-                heights.append(outcome.shape[1])
-                widths.append(outcome.shape[2])
-                offsets.append(offsets[-1] + outcome.nbytes)
+                shapes.append(outcome.shape)
     if not kept:
         raise UserError(f"none of the {len(rows)} images can be decoded, the first being {skipped[0]}")
-    heights, widths = np.array(heights, np.int32), np.array(widths, np.int32)
-    return _Index(np.array(kept, np.int64), heights, widths, np.array(offsets, np.int64), skipped)
+    shapes = np.array(shapes, np.int64).reshape(-1, 3)
+    return _Index(
+        kept=np.array(kept, np.int64),
+        heights=shapes[:, 1].astype(np.int32),
+        widths=shapes[:, 2].astype(np.int32),
+        offsets=np.concatenate([[0], shapes.prod(axis=1).cumsum()]),
+        skipped=skipped,
+    )
 
 
 def _publish(unfinished: Path, folder: Path) -> None:

@@ -96,14 +96,13 @@ def own_split(photos: Iterable[Photo]) -> dict[str, list[Photo]]:
 
 def with_captions(photos: list[Photo], template: str | None) -> list[Photo]:
     """Return photos with captions made from the names of the classes, where the collection has none of its own."""
-    if template is None:
-        return photos
-    return [
-        replace(photo, caption=template.replace("{class}", class_in_words(photo.label)))
-        if photo.label and not photo.caption
-        else photo
-        for photo in photos
-    ]
+
+    def captioned(photo: Photo) -> Photo:
+        if template is None or photo.caption or not photo.label:
+            return photo
+        return replace(photo, caption=template.replace("{class}", class_in_words(photo.label)))
+
+    return [captioned(photo) for photo in photos]
 
 
 def plan(

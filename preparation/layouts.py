@@ -90,7 +90,7 @@ def _find_layout(folder: Folder) -> tuple[str, list[Photo]]:
 
 
 def _table_of_images(folder: Folder) -> list[Photo] | None:
-    """`metadata.jsonl`, `metadata.csv`, or one CSV file, with a row for every image."""
+    """Read `metadata.jsonl`, `metadata.csv`, or the only CSV file, with a row for every image."""
     tables = [name for name in folder.others if "/" not in name and name.lower().endswith((".jsonl", ".csv"))]
     named = [name for name in METADATA_FILES if name in tables]
     if not named and (len(tables) != 1 or not tables[0].lower().endswith(".csv") or not folder.images):
@@ -124,7 +124,7 @@ def _table_of_images(folder: Folder) -> list[Photo] | None:
 
 
 def _split_folders(folder: Folder) -> list[Photo] | None:
-    """`train/`, `test/` and such, each with classes, captions or photos."""
+    """Read `train/`, `test/` and such, each with classes, captions or photos."""
     splits = {name: SPLITS.get(name.lower()) for name in folder.sub_folders if name != NORMALISED_COPY}
     if len(splits) < 2 or None in splits.values() or "train" not in splits.values():
         return None
@@ -137,7 +137,7 @@ def _split_folders(folder: Folder) -> list[Photo] | None:
 
 
 def _dtd(folder: Folder) -> list[Photo] | None:
-    """`images/<class>/<class>_0001.jpg`, with the published splits in `labels/` if they are there."""
+    """Read `images/<class>/<class>_0001.jpg`, with the published splits in `labels/` if they are there."""
     images = folder.below("images")
     if not images.images or not all(re.fullmatch(r"([^/]+)/\1_\d+\.[^/]+", name) for name in images.images):
         return None
@@ -155,7 +155,7 @@ def _dtd(folder: Folder) -> list[Photo] | None:
 
 
 def _sysu(folder: Folder) -> list[Photo] | None:
-    """`<class>/images/`; contours and annotations are beside it."""
+    """Read `<class>/images/`; contours and annotations are beside it."""
     photos = [name for name in folder.images if re.fullmatch(r"[^/]+/images/[^/]+", name)]
     classes = {name.split("/")[0] for name in photos}
     if len(classes) < 2 or classes != set(folder.sub_folders):
@@ -164,7 +164,7 @@ def _sysu(folder: Folder) -> list[Photo] | None:
 
 
 def _animals10(folder: Folder) -> list[Photo] | None:
-    """Folders with Italian names; the classes get English ones."""
+    """Read folders with Italian names; the classes get English ones."""
     names = folder.sub_folders
     if len(names) < 2 or any(name not in ANIMALS10 for name in names):
         return None
@@ -172,7 +172,7 @@ def _animals10(folder: Folder) -> list[Photo] | None:
 
 
 def _class_folders(folder: Folder) -> list[Photo] | None:
-    """A folder for every class, unless most photos lie beside them."""
+    """Read a folder for every class, unless most photos lie beside them."""
     loose = [name for name in folder.images if "/" not in name]
     if len(folder.sub_folders) < 2 or 2 * len(loose) > len(folder.images):
         return None
