@@ -71,18 +71,10 @@ def _pipeline_beside(run: Path, models: list[SavedModel]) -> list[SavedModel]:
 
 def training_images(run_dir: str, split: str, cache_dir: str | None, num_workers: int) -> EncodedImages:
     """The very images that a run was trained on, or of another split, at its resolution, cropped at the centre."""
-    config = vars(RunFolder(Path(run_dir).expanduser()).read_config())
-    source = load_images(
-        dataset_name=config["dataset_name"],
-        dataset_config_name=config["dataset_config_name"],
-        train_data_dir=config["train_data_dir"],
-        split=split,
-        image_column=config["image_column"],
-        cache_dir=cache_dir,
-        max_train_samples=config["max_train_samples"],
-    )
-    images = EncodedImages(source, config["resolution"], int(config["channels"]))
-    return images.without_bad(num_workers) if config["on_bad_image"] == "skip" else images
+    config = replace(RunFolder(Path(run_dir).expanduser()).read_config(), cache_dir=cache_dir)
+    source = load_images(config, split)
+    images = EncodedImages(source, config.resolution, int(config.channels))
+    return images.without_bad(num_workers) if config.on_bad_image == "skip" else images
 
 
 def measured_of(job: Job, num_images: int, reference: Identity, precision: str) -> Measured:

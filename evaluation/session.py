@@ -243,15 +243,7 @@ class Session:
         if options.real:
             images = open_images(options.real, "--real", resolution)
         elif options.dataset_name or options.train_data_dir:
-            source = load_images(
-                dataset_name=options.dataset_name,
-                dataset_config_name=options.dataset_config_name,
-                train_data_dir=options.train_data_dir,
-                split=options.split,
-                image_column=options.image_column,
-                cache_dir=options.cache_dir,
-            )
-            images = EncodedImages(source, resolution)
+            images = EncodedImages(load_images(options, options.split), resolution)
         else:
             return training_images(options.run_dir, options.split, options.cache_dir, self.num_workers)
         skipping = options.on_bad_image == "skip" and isinstance(images, EncodedImages)

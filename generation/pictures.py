@@ -10,15 +10,14 @@ import torch
 from PIL import Image
 
 from common.errors import UserError
-from common.files import default_cache_dir, written_aside
-from common.machine import default_num_workers
+from common.files import written_aside
 from common.progress import progress_bar
 from common.randomness import standard_normal
 from generation.engine import InferenceSettings, Job, RunningNetwork
 from generation.writers import one_line_if_unwritable
 from image_data.grid import beside_names, image_grid, side_by_side
 from image_data.sources import load_images
-from image_data.store import prepare_images
+from image_data.store import load_training_images
 from run_folder.config import TrainingConfig
 from run_folder.folder import RunFolder
 from schedulers.denoising import NOISE_KEY, to_uint8
@@ -132,19 +131,8 @@ def images_to_compare(model: SavedModel, options: OutputOptions) -> InMemoryImag
         config = run.read_config()
     else:
         raise UserError("--nearest: the model is not of a run; name its images with --dataset_name or --train_data_dir")
-    names = "dataset_name dataset_config_name train_data_dir image_column cache_dir max_train_samples".split()
-    source = load_images(**{name: getattr(config, name) for name in names})
+    source = load_images(config)
     if height != width:
         raise UserError("--nearest: compares square images only")
-    return prepare_images(
-        source,
-        resolution=height,
-        channels=channels,
-        center_crop=config.center_crop,
-        memory_limit_bytes=int(config.in_memory_limit_gb * 2**30),
-        num_workers=default_num_workers(1),
-        on_bad_image=config.on_bad_image,
-        cache_dir=default_cache_dir(),
-        work_here=True,
-        wait=lambda: None,
-    )
+    config = replace(config, resolution=height, channels=str(channels), dataloader_num_workers=None)
+    return load_training_images(config, source).images
