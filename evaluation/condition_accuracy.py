@@ -19,7 +19,7 @@ from evaluation.metrics import AS_ASKED, CLASSIFIER_ACCURACY, FD, FID, Moments, 
 from evaluation.results import KEYS, Measured, as_csv
 from evaluation.statistics import MOST_FEATURES_KEPT, Statistics
 from generation.generate_options import ConditionOptions
-from image_data.annotations import find_captions, find_labels, templates_filled
+from image_data.annotations import fill_templates, find_captions, find_labels
 from image_data.sources import spread
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def request_conditions(
         raise UserError(f"the classes of {real.name} are not those that the run knows: {', '.join(names[:10])}")
     classes = in_proportion(torch.bincount(real_classes, minlength=len(names)), count)
     in_turn = torch.arange(count) % len(names)
-    texts = [several[0] for several in templates_filled(config.caption_template, names)] if by_text else names
+    texts = [several[0] for several in fill_templates(config.caption_template, names)] if by_text else names
     if torch.equal(*(torch.bincount(some, minlength=len(names)) for some in (in_turn, classes))):
         # Classes of one size take turns, as those of generate.py do, whose images can then be used.
         classes, choices = in_turn, texts

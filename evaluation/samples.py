@@ -10,19 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common import interruption
 from common.errors import UserError
 from common.files import sha256
 from evaluation.image_sets import Batch, EncodedImages, as_rgb, open_images
 from evaluation.results import Measured
-from generation.collection import RECORD, open_collections, read_record
-from generation.engine import Job, Pace, choose_batch_size, generate, generate_images
-from generation.generate_options import GenerationOptions
-from generation.pictures import draw_pictures
+from generation.engine import InferenceSettings, Job, generate_images, prefers_channels_last
+from generation.methods import OWN_SETTINGS
+from generation.sample_folder import (
+    RECORD,
+    SampleFolder,
+    UnusableFolder,
+    complete_folders,
+    default_folder,
+    read_record,
+)
 from image_data.sources import load_images
 from run_folder.checkpoints import WEIGHTS, checkpoints
 from run_folder.folder import RunFolder
-from run_folder.saved_model import SavedModel, find_models, output_folder
+from run_folder.saved_model import SavedModel, find_models
 
 if TYPE_CHECKING:
     from common.processes import Processes
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-METHOD_SETTINGS = ("skip_schedule", "eta", "variance_type", "guidance_scale")  # besides the sampler and its steps
+NAMED_SETTINGS = (*OWN_SETTINGS, "guidance_scale")  # besides the sampler and its steps
 
 
 def models_of(run: RunFolder, steps: list[str], weights: str | None) -> list[SavedModel]:
@@ -62,22 +67,14 @@ def _pipeline_beside(run: RunFolder, models: list[SavedModel]) -> list[SavedMode
 
 def training_images(config: TrainingConfig, split: str, cache_dir: str | None, num_workers: int) -> EncodedImages:
     """Open the very images that a run was trained on, or another split, at its resolution, cropped at the centre."""
-    source = load_images(
-        dataset_name=config.dataset_name,
-        dataset_config_name=config.dataset_config_name,
-        train_data_dir=config.train_data_dir,
-        split=split,
-        image_column=config.image_column,
-        cache_dir=cache_dir,
-        max_train_samples=config.max_train_samples,
-    )
+    source = load_images(replace(config, cache_dir=cache_dir), split)
     images = EncodedImages(source, config.resolution, int(config.channels))
     return images.without_bad(num_workers) if config.on_bad_image == "skip" else images
 
 
 def describe_measured(known: dict[str, Any], num_images: int, reference: Identity, precision: str) -> Measured:
     """Return what is measured, by what is known of a model and its sampler, or of a set of images."""
-    settings = [f"{name}={known[name]}" for name in METHOD_SETTINGS if known.get(name) is not None]
+    settings = [f"{name}={known[name]}" for name in NAMED_SETTINGS if known.get(name) is not None]
     return Measured(
         step=known.get("step"),
         train_seconds=known.get("train_seconds"),
@@ -97,12 +94,13 @@ def describe_measured(known: dict[str, Any], num_images: int, reference: Identit
 class Samples:
     """The images of a model with the seeds 0 .. count - 1, as generate.py makes them."""
 
-    def __init__(self, job: Job, count: int, precision: str, processes: Processes):
+    def __init__(self, job: Job, count: int, precision: str, batch_size: int | None, processes: Processes):
         self.job, self.count, self.precision, self.processes = job, count, precision, processes
         self.name = " ".join(filter(None, [job.model.name, job.condition.guidance.name]))
-        self.folder = output_folder(job.model, job.method, precision, job.condition.name)
+        self.folder = default_folder(job, precision)
         self.settings = job.method.settings | job.condition.settings
-        self.channels_last = processes.device.type == "cuda" and precision != "no"
+        channels_last = prefers_channels_last(processes.device, precision)
+        self.inference = InferenceSettings(precision, channels_last=channels_last, batch_size=batch_size)
 
     def describe(self, reference: Identity) -> Measured:
         """Return what is known of the images."""
@@ -127,33 +125,19 @@ class Samples:
             )
         return self.folder
 
-    def keep(self, batch_size: int | None) -> Path:
+    def keep(self) -> Path:
         """Generate the images into the folder that generate.py would choose, with samples.json and a grid."""
-        options = GenerationOptions(batch_size=batch_size)
-        how = {"precision": self.precision, "allow_tf32": False, "channels_last": self.channels_last, "compile": False}
-        with interruption.deferred():
-            try:
-                (collection,), batch_size = open_collections(
-                    [self.job], [self.folder], list(range(self.count)), options, how, self.processes
-                )
-            except UserError as error:
-                raise UserError(f"--keep_images, whose folder must be moved away first: {error}") from error
-            pace = Pace(batch_size, self.channels_last)
-            with collection.writer:
-                for _, batch, images in generate([collection.job], self.processes, pace):
-                    collection.add(batch, images)
-                shown = collection.finish(self.processes)
-        if self.processes.is_main:
-            draw_pictures(options, self.job, self.processes, pace, shown, collection.layout, self.folder)
+        folder = SampleFolder(self.folder, self.job, range(self.count))
+        try:
+            complete_folders([folder], self.processes, self.inference)
+        except UnusableFolder as error:
+            raise UserError(f"--keep_images, whose folder must be moved away first: {error}") from error
         self.processes.barrier()
         return self.folder
 
-    def generate(self, batch_size: int | None, feature_batch_size: int) -> Iterator[Batch]:
+    def generate(self, feature_batch_size: int) -> Iterator[Batch]:
         """Yield this process's share of the images, straight from the network."""
-        if batch_size is None:
-            batch_size = choose_batch_size(self.job, self.processes, self.count, self.channels_last)
-        pace = Pace(batch_size, self.channels_last)
-        for seeds, images in generate_images(self.job, range(self.count), self.processes, pace):
+        for seeds, images in generate_images(self.job, range(self.count), self.processes, self.inference):
             # Not joined with those of the next batch, which depends on what the other processes do.
             parts = torch.tensor(seeds).split(feature_batch_size), as_rgb(images).split(feature_batch_size)
             yield from zip(*parts, strict=True)

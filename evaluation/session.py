@@ -31,9 +31,10 @@ from evaluation.results import (
 )
 from evaluation.samples import Samples, describe_measured, models_of, training_images
 from evaluation.statistics import Statistics, named_statistics, reference_statistics, save_statistics
-from generation.collection import read_record
 from generation.engine import Job
-from generation.generate_options import ConditionOptions, build_method
+from generation.generate_options import ConditionOptions
+from generation.methods import build_method
+from generation.sample_folder import read_record
 from image_data.sources import load_images, spread
 from run_folder.folder import RunFolder
 from run_folder.publish import update_evaluation
@@ -123,7 +124,7 @@ class Session:
             for condition in conditions
         ]
         for number, job in enumerate(jobs, start=1):
-            samples = Samples(job, count, options.mixed_precision, processes)
+            samples = Samples(job, count, options.mixed_precision, options.batch_size, processes)
             measured = samples.describe(self.reference[0].identity) if processes.is_main else None
             if processes.broadcast(processes.is_main and self._is_measured(measured)):
                 logger.info("%s (%d of %d) has been measured already", samples.name, number, len(jobs))
@@ -177,15 +178,7 @@ class Session:
         if options.real:
             images = open_images(options.real, "--real", resolution)
         elif options.dataset_name or options.train_data_dir:
-            source = load_images(
-                dataset_name=options.dataset_name,
-                dataset_config_name=options.dataset_config_name,
-                train_data_dir=options.train_data_dir,
-                split=options.split,
-                image_column=options.image_column,
-                cache_dir=options.cache_dir,
-            )
-            images = EncodedImages(source, resolution)
+            images = EncodedImages(load_images(options, options.split), resolution)
         else:
             return training_images(self.run.read_config(), options.split, options.cache_dir, num_workers)
         skipping = options.on_bad_image == "skip" and isinstance(images, EncodedImages)
@@ -228,9 +221,9 @@ class Session:
         options, processes = self.options, self.processes
         folder = processes.broadcast(samples.find_kept() if processes.is_main else None)
         if folder is None and options.keep_images:
-            folder = samples.keep(options.batch_size)
+            folder = samples.keep()
         if folder is None:
-            batches = samples.generate(options.batch_size, options.feature_batch_size)
+            batches = samples.generate(options.feature_batch_size)
         else:
             logger.info("Its images are in %s", folder)
             batches = self.extractor.batches(open_images(str(folder), "--run_dir"), torch.arange(samples.count))
