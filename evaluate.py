@@ -12,7 +12,6 @@ from pathlib import Path
 
 from common.errors import run_script
 from common.files import default_cache_dir, make_folder
-from common.launch import honour_requested_processes
 from evaluation.evaluate_options import parse_evaluation
 
 logger = logging.getLogger("evaluate")
@@ -28,14 +27,13 @@ def main() -> None:
     results = options.output_dir or options.run_dir
     if results:
         make_folder(Path(results).expanduser())  # what cannot be written is better known before it is measured
-    honour_requested_processes()
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
     from evaluation.networks import load_networks
     from evaluation.session import Session
 
-    processes = start_processes(options.mixed_precision, allow_tf32=False)
+    processes = start_processes(options)
     cache_dir = Path(options.cache_dir or default_cache_dir()).expanduser()
     with processes.main_first():
         networks = load_networks(options, cache_dir, processes.device)

@@ -12,11 +12,8 @@ from pathlib import Path
 
 from common import interruption
 from common.errors import run_script
-from common.launch import honour_requested_processes
-from common.options import resolve_precision
 from generation.generate_options import (
     build_method,
-    default_sampler,
     describe_method,
     parse_generation,
     seeds_of,
@@ -27,7 +24,6 @@ logger = logging.getLogger("generate")
 
 def main() -> None:
     options = parse_generation(sys.argv[1:])
-    honour_requested_processes()
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
@@ -37,22 +33,21 @@ def main() -> None:
     from generation.pictures import draw_pictures, save_interpolation
     from run_folder.saved_model import find_models, output_folder
 
-    precision = resolve_precision(options.mixed_precision)
-    processes = start_processes(precision, options.allow_tf32)
+    processes = start_processes(options)
 
     # The models, how noise becomes images, and where they go.
     models = find_models(options.model, options.checkpoints, options.weights) if processes.is_main else None
     jobs, folders = [], []
     for model in processes.broadcast(models):
         condition = condition_of(options, model, processes.device)
-        job = Job(model, build_method(options, model, default_sampler(options)), condition=condition)
+        job = Job(model, build_method(options, model), condition=condition)
         logger.info("%s, %s weights: %s", model.source, model.weights, describe_method(job.method))
-        folder = output_folder(model, job.method, precision, condition.name)
+        folder = output_folder(model, job.method, processes.precision, condition.name)
         if options.output_dir is not None:
             folder = Path(options.output_dir) / (model.name if options.checkpoints else "")
         jobs.append(job)
         folders.append(folder)
-    wanted_by_device = processes.device.type == "cuda" and precision != "no"
+    wanted_by_device = processes.device.type == "cuda" and processes.precision != "no"
     channels_last = {"yes": True, "no": False, "auto": wanted_by_device}[options.channels_last]
 
     if options.interpolate:
@@ -67,7 +62,7 @@ def main() -> None:
     # From here on, to be stopped means to keep what is whole; the same command continues with what is missing.
     seeds = seeds_of(options)
     how = {
-        "precision": precision,
+        "precision": processes.precision,
         "allow_tf32": options.allow_tf32,
         "channels_last": channels_last,
         "compile": options.compile,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from common import interruption
 from common.errors import UserError, run_script
 from common.files import make_folder, write_atomically
+from common.options import values_of
 from preparation.prepare_options import PrepareOptions, folders_of, parse_prepare_options
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("prepare_data")
 
-NOT_SETTINGS = ("source", "output", "check", "num_workers")
 DEFAULT_EVAL_FRACTION = 0.1
 SYSU_FOLDERS = {"train": "train_data", "validation": "eval_data", "test": "eval_data"}
 SYSU_NORMALISED = "normalized_eval_data"
@@ -37,7 +37,7 @@ def main() -> None:
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.files import lock
-    from common.processes import set_up_logging
+    from common.progress import set_up_logging
     from preparation.archives import opened
 
     set_up_logging(is_main=True)
@@ -59,7 +59,7 @@ def prepare(options: PrepareOptions, source: Path, output: Path) -> None:
     from preparation.image_folder import Look, finish, is_complete, open_output, plan, with_captions, write_images
     from preparation.photo_files import printable
 
-    settings = {name: value for name, value in asdict(options).items() if name not in NOT_SETTINGS}
+    settings = values_of(options, lambda facts: facts.saved)
     settings = {"source": str(source.resolve()), "archive": identity_of(source), **settings}
     manifest = open_output(output, settings)
     if settings["archive"] is not None and is_complete(output, manifest):

@@ -9,14 +9,11 @@ python train_conditional.py --condition text --train_data_dir photos --text_enco
 import sys
 
 from common.errors import run_script
-from common.launch import honour_requested_processes
-from common.options import resolve_precision
 from run_folder.config import parse_conditional_config
 
 
 def main() -> None:
     config = parse_conditional_config(sys.argv[1:])
-    honour_requested_processes()
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
@@ -24,7 +21,7 @@ def main() -> None:
     from image_data.training_images import load_training_images, open_source
     from training.setup import build_run, check_before_work, execute
 
-    processes = start_processes(resolve_precision(config.mixed_precision), config.allow_tf32)
+    processes = start_processes(config)
     check_before_work(config, processes)
     check_condition(config)
 

@@ -8,14 +8,11 @@ accelerate launch --multi_gpu train_unconditional.py --config configs/cifar10.ya
 import sys
 
 from common.errors import run_script
-from common.launch import honour_requested_processes
-from common.options import resolve_precision
 from run_folder.config import parse_config
 
 
 def main() -> None:
     config = parse_config(sys.argv[1:])
-    honour_requested_processes()
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
@@ -23,7 +20,7 @@ def main() -> None:
     from image_data.training_images import load_training_images, open_source
     from training.setup import build_run, check_before_work, execute
 
-    processes = start_processes(resolve_precision(config.mixed_precision), config.allow_tf32)
+    processes = start_processes(config)
     check_before_work(config, processes)
 
     # The images; the network is told nothing of them.

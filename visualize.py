@@ -13,32 +13,30 @@ from typing import get_args, get_type_hints
 
 from common.errors import UserError, run_script
 from common.files import first_existing
-from common.options import check_not_negative, check_positive, check_values, option, parse_options
+from common.options import NOT_NEGATIVE, POSITIVE, Range, option, parse_options, section
 from run_folder.config import DiffusionOptions
 
 
-@dataclass
+@section("pictures")
 class PictureOptions:
-    _argument_group_name = "pictures"
-
     schedules: list[str] = option(["linear", "cosine"], "Beta schedules to compare, by any name that training knows.")
-    ddpm_num_steps: int = option(1000, "T, the number of diffusion steps.")
+    ddpm_num_steps: int = option(
+        1000, "T, the number of diffusion steps.", Range("2 or greater", lambda steps: steps >= 2)
+    )
     run_dir: str | None = option(None, "Draw this run instead: its density over t, its losses by quarter of t.")
     output_dir: str | None = option(None, "Where the pictures go (default: figures, of the run if there is one).")
-    seed: int = option(0, "All noise is a function of this.")
+    seed: int = option(0, "All noise is a function of this.", NOT_NEGATIVE)
 
 
-@dataclass
+@section("images to dissolve")
 class DissolvingOptions:
-    _argument_group_name = "images to dissolve"
-
     dataset_name: str | None = option(None, "Hub id or local folder, or 'digits' (the default when no data is named).")
     dataset_config_name: str | None = option(None, "Configuration of the data set, if it has several.")
     train_data_dir: str | None = option(None, "Folder of images, instead of dataset_name.")
     image_column: str | None = option(None, "Column with the images; found by itself if there is only one.")
     cache_dir: str | None = option(None, "Folder for downloaded data (default: that of datasets).")
-    num_images: int = option(4, "Images, evenly spread over the data set.")
-    resolution: int = option(32, "Size of the images; others are resized and cropped at the centre.")
+    num_images: int = option(4, "Images, evenly spread over the data set.", POSITIVE)
+    resolution: int = option(32, "Size of the images; others are resized and cropped at the centre.", POSITIVE)
 
 
 @dataclass
@@ -47,15 +45,12 @@ class Options(DissolvingOptions, PictureOptions):
 
 
 def parse(arguments: list[str]) -> Options:
-    values = parse_options(
-        (PictureOptions, DissolvingOptions),
+    """Return the options; raise for a schedule that is not known."""
+    options = parse_options(
+        Options,
         arguments,
         description="Draw schedules, timestep samplers and loss weights, or with --run_dir how a run fared.",
     )
-    options = Options(**values)
-    check_values(options, ["ddpm_num_steps"], lambda steps: steps >= 2, "2 or greater")
-    check_positive(options, ["num_images", "resolution"])
-    check_not_negative(options, ["seed"])
     known = get_args(get_type_hints(DiffusionOptions)["ddpm_beta_schedule"])
     for name in options.schedules:
         if name not in known:

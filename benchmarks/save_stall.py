@@ -43,7 +43,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     # The paper's network; the images do not matter.
     config = parse_config(["--dataset_name=digits", "--resolution=32", "--channels=3", "--train_batch_size=1"])
-    processes = start_processes("no", config.allow_tf32)
+    processes = start_processes(config)
     images = load_training_images(config, open_source(config, processes), processes)
     run = build_run(config, processes, images, NoCondition())
     device, state, unet = processes.device, run.state, run.state.unet

@@ -1,4 +1,4 @@
-"""A user's mistake is one line on the terminal and an exit code, never a traceback."""
+"""Mistakes of the user: one line on the terminal and an exit code, never a traceback."""
 
 import os
 import sys
@@ -39,10 +39,11 @@ def user_errors(message: str, *kinds: type[Exception]) -> Iterator[None]:
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's `main`; a `UserError` becomes one line and an exit code."""
     interruption.listen()
+    is_local_main = os.environ.get("LOCAL_RANK", "0") == "0"  # one process of each machine is
     try:
         main()
     except UserError as error:
-        if not _is_local_main():
+        if not is_local_main:
             # Most mistakes are every process's, and the launcher ends the others when the first has said it. One
             # that only this process has met must be said too.
             interruption.stop_listening()
@@ -50,25 +51,21 @@ def run_script(main: Callable[[], None]) -> None:
         say(f"error: {error}")
         sys.exit(error.exit_code)
     except interruption.Interrupted as stop:
-        if _is_local_main():
+        if is_local_main:
             say(str(stop))
         sys.exit(interruption.EXIT_INTERRUPTED)
 
 
 def say(message: str) -> None:
+    """Print a line on the terminal under the name of the script."""
     print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """What it all began with."""
+    """Return the error that began it."""
     return error if error.__cause__ is None else first_cause(error.__cause__)
 
 
 def first_line(error: BaseException) -> str:
-    """What a library has to say, for the end of a line of our own."""
+    """Return what a library has to say, for the end of a line of our own."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _is_local_main() -> bool:
-    """One process of each machine does."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"

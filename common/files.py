@@ -1,4 +1,4 @@
-"""Files that are either the old one or the new one, whole, whatever happens in between."""
+"""Files that are whole, the old one or the new one, whatever happens in between; and folders of one process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOCK_FILE = ".lock"
+_locks: dict[Path, IO] = {}
+
 
 def sync(path: Path) -> None:
-    """Have the disk, not only the kernel, know a file or a folder's entries."""
+    """Return when the disk, not only the kernel, knows a file or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -92,20 +95,15 @@ def replace_folder(new: Path, target: Path) -> None:
 
 
 def first_existing(path: Path) -> Path:
-    """The path itself or the nearest folder above it that is there."""
+    """Return the path itself or the nearest folder above it that is there."""
     while not path.exists():
         path = path.parent
     return path
 
 
 def default_cache_dir() -> Path:
-    """Where what can be made again is kept between runs."""
+    """Return where what can be made again is kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "exact-ddpm"
-
-
-LOCK_FILE = ".lock"
-
-_locks: dict[Path, IO] = {}
 
 
 def lock(path: Path, flag: str = "--output_dir") -> None:

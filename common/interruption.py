@@ -1,13 +1,13 @@
-"""Being asked to stop: by a person (SIGINT) or a scheduler (SIGTERM).
+"""Stops that a person (SIGINT) or a scheduler (SIGTERM) asks for.
 
 Before there is anything to save, the process ends at once. Inside `deferred()` the first signal only leaves a note,
 which the program looks at where it can stop cleanly; a second SIGINT ends the process at once.
 """
 
+import itertools
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,14 +19,14 @@ EXIT_KILLED_BY_PERSON = 130
 # A launcher in the foreground gets a terminal's SIGINT and passes it on, so that one key press arrives twice.
 SAME_KEY_PRESS_SECONDS = 1.0
 
-
-class Interrupted(BaseException):
-    """The program stops because it was asked to. Not an Exception: no library may swallow it."""
-
-
 _deferred = False
 _requested: str | None = None
 _requested_at = 0.0
+_visits = itertools.count(1)  # of the fault point; safe from threads
+
+
+class Interrupted(BaseException):
+    """The end that a signal asked for. Not an Exception: no library may swallow it."""
 
 
 def listen() -> None:
@@ -42,7 +42,7 @@ def stop_listening() -> None:
 
 
 def requested() -> str | None:
-    """The name of the signal that asks for a stop, if one has come."""
+    """Return the name of the signal that asks for a stop, if one has come."""
     return _requested
 
 
@@ -54,7 +54,7 @@ def stop_if_requested(state: str) -> None:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """In here a stop is a note for `requested`."""
+    """Let a signal in here be no more than a note for `requested`."""
     global _deferred, _requested
     _deferred, _requested = True, None
     try:
@@ -76,18 +76,11 @@ def _handle(number: int, frame: FrameType | None) -> None:
         os._exit(EXIT_KILLED_BY_PERSON)
 
 
-# Faults for the tests of what survives them: `EXACT_DDPM_FAULT=point` kills the process, as `kill -9` would,
-# when it comes to that point for the first time; `point@3` at the third time. docs/reliability.md lists the points.
-_visits = 0
-_visiting = threading.Lock()  # some points are in threads
-
-
 def fault_point(name: str) -> None:
-    """A place where a process may be killed."""
-    global _visits
+    """Kill the process here as `kill -9` would, if a test of what survives that asks for it.
+
+    `EXACT_DDPM_FAULT=point` does so at the first visit, `point@3` at the third. docs/reliability.md lists the points.
+    """
     wanted, _, visit = os.environ.get("EXACT_DDPM_FAULT", "").partition("@")
-    if wanted == name:
-        with _visiting:
-            _visits += 1
-            if _visits == int(visit or 1):
-                os.kill(os.getpid(), signal.SIGKILL)
+    if name == wanted and next(_visits) == int(visit or 1):
+        os.kill(os.getpid(), signal.SIGKILL)

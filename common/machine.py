@@ -1,4 +1,4 @@
-"""What this machine has: cores to use, and a device that copies need not wait for."""
+"""The machine: its cores, and copies to and from its device that nothing need wait for."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ MOST_WORKERS = 4
 
 
 def default_num_workers(local_processes: int) -> int:
-    """Data workers for each of the processes on this machine: a few, and never more than there are cores."""
+    """Return the data workers for each process of this machine: a few, and never more than there are cores."""
     return min(MOST_WORKERS, int(usable_cores()) // local_processes)
 
 
 def usable_cores() -> float:
+    """Return how many cores this process may use, as far as it is told; a container may grant half a one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([cores, *_cgroup_quotas()])
 
 
 def _cgroup_quotas(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[float]:
-    """The cores that a container or a job scheduler grants, at every level that sets a limit."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return []  # not Linux
+    """Return the cores that a container or a job scheduler grants, at every level that sets a limit."""
     quotas = []
-    for line in lines:
+    for line in membership.read_text().splitlines() if membership.exists() else []:  # Linux only
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
             root, files = cgroups, ["cpu.max"]
@@ -49,12 +46,12 @@ def _cgroup_quotas(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Pa
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """From pinned memory a copy to a GPU does not wait for the work before it."""
+    """Copy to the device; from pinned memory a copy to a GPU does not wait for the work before it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class PendingCopy:
-    """A tensor on its way to the host: asked for, it waits for its own copy and for nothing queued after it."""
+    """A tensor on its way to the host: `get` waits for its own copy and for nothing queued after it."""
 
     def __init__(self, tensor: torch.Tensor):
         import torch

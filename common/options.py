@@ -1,70 +1,131 @@
-"""What a script is told: dataclasses that are the source of its flags, its help and its YAML keys.
+"""Options: dataclasses that are the source of a script's flags, its help, its YAML keys and its checks.
 
 Nothing heavy is imported here, so that `--help` and a mistake in a flag are answered at once.
 """
 
 import argparse
+import copy
 import difflib
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn, TypeVar, dataclass_transform
 
 import yaml
 
 from common.errors import UserError
 
+Options = TypeVar("Options")
 
-def option(default, help: str, **metadata):  # noqa: A002 (argparse's own word)
-    """A field of a section of options. A list is given as `default=[]` and on the command line as several words."""
+
+class Range(NamedTuple):
+    """The values that an option may have besides None: in words, and as a test."""
+
+    wanted: str
+    accepts: Callable[[float], bool]
+
+
+POSITIVE = Range("greater than 0", lambda value: value > 0)
+NOT_NEGATIVE = Range("0 or greater", lambda value: value >= 0)
+BELOW_ONE = Range("at least 0 and below 1", lambda value: 0 <= value < 1)
+UP_TO_ONE = Range("from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that is known of an option besides its name and type; `option` is given it."""
+
+    default: object
+    help: str
+    must_be: Range | None = None
+    aliases: str = ""  # other names that mean the same
+    habits: str = ""  # words that people type when they mean it; the error suggests it
+    positional: bool = False  # may be given as the first word, without its flag
+    repeatable: bool = False  # a list whose flag may be given several times
+    instead_of: str | None = None  # another way to say the same: a flag for one replaces the other in a file
+    saved: bool = True  # is the run's; otherwise it belongs to one invocation, and is not written down
+    may_change: bool = False  # with another value the run is still the same run
+    fixed: bool = False  # with another value a checkpoint is of no use
+    on_card: bool = True  # is of interest to who uses the model
+
+
+def option(default, help: str, must_be: Range | None = None, **facts):  # noqa: A002 (argparse's own word)
+    """Return a field of a section of options, with its `Facts`. A list is several words on the command line."""
+    facts = {"default": default, "help": help, "must_be": must_be, **facts}
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help, **metadata})
-    return field(default=default, metadata={"help": help, **metadata})
+        return field(default_factory=default.copy, metadata=facts)
+    return field(default=default, metadata=facts)
 
 
-def names_of(sections: Iterable[type]) -> list[str]:
-    return [entry.name for section in sections for entry in fields(section)]
+@dataclass_transform(field_specifiers=(option,))
+def section(heading: str, **facts) -> Callable[[type], type]:
+    """Make a dataclass of options that stand under a heading in the help; the facts are those of all of them."""
+
+    def make(kind: type) -> type:
+        kind._argument_group_name, kind._facts = heading, facts
+        return dataclass(kind)
+
+    return make
 
 
-def lists_of(sections: Iterable[type]) -> list[str]:
-    """The options that take several words."""
-    return [entry.name for section in sections for entry in fields(section) if entry.default_factory is not MISSING]
+def sections_of(kind: type) -> list[type]:
+    """Return the sections of a class of options in the order of the help.
+
+    The class inherits from them, the last section first, because that is how dataclasses put the fields in order.
+    """
+    return [base for base in reversed(kind.__mro__) if "_facts" in vars(base)]
+
+
+def facts_of(kind: type) -> dict[str, Facts]:
+    """Return the facts of every option of a class, in order."""
+    return {
+        entry.name: Facts(**{**base._facts, **entry.metadata}) for base in sections_of(kind) for entry in fields(base)
+    }
+
+
+def values_of(options: object, wanted: Callable[[Facts], bool]) -> dict[str, object]:
+    """Return the values of the options whose facts are as wanted."""
+    facts = facts_of(type(options))
+    return {name: value for name, value in asdict(options).items() if wanted(facts[name])}
 
 
 def parse_options(
-    sections: Sequence[type],
+    kind: type[Options],
     arguments: list[str],
     *,
     description: str,
     usage: str = "%(prog)s [--flag value ...]",
     from_file: Sequence[str] = (),
-    habits: dict[str, str] | None = None,
-    positional: str | None = None,
-) -> dict[str, object]:
-    """The values of all options: `arguments` over `from_file` over the defaults.
-
-    An unknown name is an error that suggests the nearest; `habits` says what fingers type and mean by it.
-    `positional` names the one option that may be given without its flag, as the first word.
-    """
-    if positional is not None and arguments and not arguments[0].startswith("-"):
-        arguments = [f"--{positional}={arguments[0]}", *arguments[1:]]
-    parser = _make_parser(sections, description, usage)
-    *parsed, unknown = parser.parse_args_into_dataclasses(
+) -> Options:
+    """Return the options with `arguments` over `from_file` over the defaults, each in its range."""
+    facts = facts_of(kind)
+    for name in facts:
+        if facts[name].positional and arguments and not arguments[0].startswith("-"):
+            arguments = [f"--{name}={arguments[0]}", *arguments[1:]]
+    pairs = [(name, facts[name].instead_of) for name in facts if facts[name].instead_of]
+    for given, rival in [*pairs, *(pair[::-1] for pair in pairs)]:
+        if names_flag(arguments, given) and not names_flag(arguments, rival):
+            from_file = [flag for flag in from_file if not flag.startswith(f"--{rival}=")]
+    *sections, unknown = _make_parser(kind, description, usage).parse_args_into_dataclasses(
         [*from_file, *arguments], return_remaining_strings=True, look_for_args_file=False
     )
     if unknown:
-        raise UserError(unknown_name(unknown[0], "flag", names_of(sections), habits or {}))
-    return {name: value for section in parsed for name, value in vars(section).items()}
+        raise UserError(f"unknown flag {unknown[0]}{_suggestion(unknown[0], kind, '--')}")
+    options = kind(**{name: value for section in sections for name, value in vars(section).items()})
+    for name, value in vars(options).items():
+        must_be = facts[name].must_be
+        if must_be is not None and value is not None and not must_be.accepts(value):
+            raise UserError(f"--{name} {value}: must be {must_be.wanted}")
+    return options
 
 
-def _make_parser(sections: Sequence[type], description: str, usage: str) -> argparse.ArgumentParser:
-    """A parser that reports a mistake in one line and does not guess at abbreviations."""
+def _make_parser(kind: type, description: str, usage: str) -> argparse.ArgumentParser:
+    """Return a parser that reports a mistake in one line and does not guess at abbreviations."""
     from transformers import HfArgumentParser
 
     class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-        """Without the spellings with hyphens, which work too, and without defaults that are None."""
+        """Help without the spellings with hyphens, which work too, and without defaults that are None."""
 
         def _format_action_invocation(self, action: argparse.Action) -> str:
             names = ", ".join(name for name in action.option_strings if "-" not in name.lstrip("-"))
@@ -77,11 +138,20 @@ def _make_parser(sections: Sequence[type], description: str, usage: str) -> argp
             return action.help if nothing else super()._get_help_string(action)
 
     class Parser(HfArgumentParser):
+        @staticmethod
+        def _parse_dataclass_field(parser: argparse.ArgumentParser, field: Field) -> None:
+            """Hand argparse what it knows of the facts."""
+            facts, field = Facts(**field.metadata), copy.copy(field)
+            aliases = [f"--{spelling}" for name in facts.aliases.split() for spelling in (name, name.replace("_", "-"))]
+            field.metadata = {"help": facts.help, "aliases": aliases}
+            field.metadata |= {"action": "extend"} if facts.repeatable else {}
+            HfArgumentParser._parse_dataclass_field(parser, field)
+
         def error(self, message: str) -> NoReturn:
             raise UserError(f"{message} (see --help)")
 
     return Parser(
-        sections,
+        sections_of(kind),
         allow_abbrev=False,
         prog=Path(sys.argv[0]).name,
         usage=usage,
@@ -91,26 +161,22 @@ def _make_parser(sections: Sequence[type], description: str, usage: str) -> argp
 
 
 def value_of_flag(arguments: list[str], name: str, what: str) -> str | None:
-    """The value that the command line gives a flag, if it does; for what must be known before the rest is parsed."""
-    named = None
-    for position, argument in enumerate(arguments):
-        flag, separator, value = argument.partition("=")
-        if flag == f"--{name}":
-            named = value if separator else next(iter(arguments[position + 1 :]), "")
-            if not named:
-                raise UserError(f"--{name} needs {what}")
-    return named
+    """Return the value that the command line gives a flag, if it does; for what the parser must know first."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{name}", dest="value", nargs="?", const="")
+    value = parser.parse_known_args(arguments)[0].value
+    if value == "":
+        raise UserError(f"--{name} needs {what}")
+    return value
 
 
-def names_flag(arguments: list[str], name: str) -> bool:
+def names_flag(arguments: Iterable[str], name: str) -> bool:
+    """Return whether the command line gives a flag, in either spelling."""
     return any(argument.partition("=")[0].replace("-", "_") == f"__{name}" for argument in arguments)
 
 
-def read_config_file(path: Path, names: Sequence[str], habits: dict[str, str], lists: Sequence[str] = ()) -> list[str]:
-    """A YAML file as the flags it stands for, so that both go through the same checks.
-
-    Only what is named in `lists` may have several values.
-    """
+def read_config_file(path: Path, kind: type) -> list[str]:
+    """Return a YAML file as the flags it stands for, so that both go through the same checks."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
@@ -119,11 +185,12 @@ def read_config_file(path: Path, names: Sequence[str], habits: dict[str, str], l
         raise UserError(f"--config {path}: is not valid YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: must be a list of 'name: value' lines, as configs/digits.yaml is")
+    options = {name: facts for option, facts in facts_of(kind).items() for name in (option, *facts.aliases.split())}
     flags = []
     for name, value in values.items():
-        if name not in names:
-            raise UserError(f"--config {path}: " + unknown_name(str(name), "key", names, habits))
-        if isinstance(value, list) and name in lists:
+        if name not in options:
+            raise UserError(f"--config {path}: unknown key {name}{_suggestion(str(name), kind)}")
+        if isinstance(value, list) and isinstance(options[name].default, list):
             flags += [f"--{name}", *map(str, value)] if value else []
             continue
         if isinstance(value, dict | list):
@@ -135,35 +202,15 @@ def read_config_file(path: Path, names: Sequence[str], habits: dict[str, str], l
     return flags
 
 
-def unknown_name(name: str, kind: str, names: Sequence[str], habits: dict[str, str]) -> str:
+def _suggestion(name: str, kind: type, prefix: str = "") -> str:
+    """Return the end of a message about an unknown name: what was probably meant."""
     plain = name.partition("=")[0].lstrip("-").replace("-", "_")
-    nearest = difflib.get_close_matches(plain, [*names, *(f"no_{n}" for n in names)], n=1, cutoff=0.5)
-    nearest = [habits[plain]] if plain in habits else nearest
-    prefix = "--" if kind == "flag" else ""
-    suggestion = f"; did you mean {prefix}{nearest[0]}?" if nearest else " (see --help)"
-    return f"unknown {kind} {name}{suggestion}"
-
-
-def check_values(values: object, names: Iterable[str], accepted: Callable[[object], bool], wanted: str) -> None:
-    """Raise for the first of the options that has a value which is not accepted."""
-    for name in names:
-        value = getattr(values, name)
-        if value is not None and not accepted(value):
-            raise UserError(f"--{name} {value}: must be {wanted}")
-
-
-def check_positive(values: object, names: Iterable[str]) -> None:
-    check_values(values, names, lambda value: value > 0, "greater than 0")
-
-
-def check_not_negative(values: object, names: Iterable[str]) -> None:
-    check_values(values, names, lambda value: value >= 0, "0 or greater")
-
-
-def check_below_one(values: object, names: Iterable[str]) -> None:
-    check_values(values, names, lambda value: 0 <= value < 1, "at least 0 and below 1")
-
-
-def resolve_precision(mixed_precision: str | None) -> str:
-    """The flag, or what `accelerate launch --mixed_precision` says."""
-    return mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    meant = {}
+    for option_name, facts in facts_of(kind).items():
+        for spelling in (option_name, *facts.habits.split()):
+            meant[spelling] = option_name
+            if facts.default is True:  # a switch that is on
+                meant[f"no_{spelling}"] = f"no_{option_name}"
+    nearest = difflib.get_close_matches(plain, meant.values(), n=1, cutoff=0.5)
+    nearest = [meant[plain]] if plain in meant else nearest
+    return f"; did you mean {prefix}{nearest[0]}?" if nearest else " (see --help)"

@@ -42,7 +42,7 @@ STYLE = {
 def drawing(
     path: Path, rows: int = 1, columns: int = 1, panel_width: float = 5.6, **sharing: bool
 ) -> Iterator[tuple[Figure, np.ndarray]]:
-    """A figure and its panels [rows, columns] to draw on; the PNG is written when the drawing is done."""
+    """Yield a figure and its panels [rows, columns] to draw on, and write the PNG when that is done."""
     with matplotlib.rc_context(STYLE):
         size = (panel_width * columns, panel_width * ASPECT * rows)
         figure = Figure(figsize=size, layout="constrained")
@@ -54,6 +54,6 @@ def drawing(
 
 
 def legend_beside(panels: np.ndarray, title: str | None = None) -> None:
-    """What the curves of the first panel are, to the right of all panels, where no data can be."""
+    """Write what the curves of the first panel are to the right of all panels, where no data can be."""
     handles, labels = panels.flat[0].get_legend_handles_labels()
     panels[0, -1].legend(handles, labels, title=title, loc="upper left", bbox_to_anchor=(1.01, 1.02), alignment="left")

@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from common.errors import RunFailed, UserError
 from common.machine import usable_cores
-from common.progress import BarFriendlyHandler
+from common.progress import set_up_logging
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -33,63 +33,66 @@ LOST_AFTER = timedelta(minutes=10)
 ROLL_CALL = timedelta(seconds=10)
 
 
-class Processes:
-    """What a run needs to know of its processes beyond accelerate: a control channel and turns.
+class ProcessOptions(Protocol):
+    """The options of every script that concern its processes."""
 
-    The control channel is a gloo group on the CPU: agreeing on a flag at every step then never waits for a GPU.
+    mixed_precision: str | None
+    allow_tf32: bool
+
+
+class Processes:
+    """The processes of a run as one of them sees them; every collective must be called by all.
+
+    Flags and other small things are exchanged by gloo on the CPU, which does not wait for a GPU.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.device: torch.device = accelerator.device
+        self.precision: str = accelerator.mixed_precision
         self.index: int = accelerator.process_index
         self.count: int = accelerator.num_processes
         self.is_main: bool = accelerator.is_main_process
         self.is_local_main: bool = accelerator.is_local_main_process
+        self.local_count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
         self._counters = 0
+        self._store = dist.HashStore()
         if self.count > 1:
-            self._control = dist.new_group(backend="gloo", timeout=LOST_AFTER)
+            self._impatient = dist.new_group(backend="gloo", timeout=LOST_AFTER)
             self._patient = dist.new_group(backend="gloo", timeout=PATIENCE)
             self._store = self._open_store()
 
-    @property
-    def local_count(self) -> int:
-        """Processes on this machine."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
     def all_reduce_any(self, flag: bool) -> bool:
-        """Whether the flag is set on any process; all must ask."""
+        """Return whether the flag is set on any process; for every step."""
         if self.count == 1:
             return flag
         shared = torch.tensor([flag], dtype=torch.int8)
         with self.reporting_dead_peers():
-            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._control)
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._impatient)
         return bool(shared.item())
 
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the processes of a tensor on the CPU."""
+        total = tensor.clone()
+        if self.count > 1:
+            with self.reporting_dead_peers():
+                dist.all_reduce(total, group=self._patient)
+        return total
+
     def all_gather(self, item: object) -> list:
-        """What every process has, on every process; for rare and small things."""
-        if self.count == 1:
-            return [item]
-        items = [None] * self.count
-        with self.reporting_dead_peers():
-            dist.all_gather_object(items, item, group=self._patient)
+        """Return what every process has; for rare and small things."""
+        items = [item] * self.count
+        if self.count > 1:
+            with self.reporting_dead_peers():
+                dist.all_gather_object(items, item, group=self._patient)
         return items
 
     def broadcast(self, item: object) -> object:
-        """Return on every process what the main one has; the others may pass anything."""
+        """Return what the main process has; the others may pass anything."""
         return self.all_gather(item)[0]
 
-    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the processes of a tensor on the CPU, on every process."""
-        if self.count == 1:
-            return tensor
-        total = tensor.clone()
-        with self.reporting_dead_peers():
-            dist.all_reduce(total, group=self._patient)
-        return total
-
     def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """All processes' rows of a tensor on the CPU, on the main process; the others are left with none."""
+        """Return all processes' rows of a tensor on the CPU to the main process, and none to the others."""
         if self.count == 1:
             return rows
         counts = self.all_gather(len(rows))
@@ -101,13 +104,14 @@ class Processes:
         return torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)]) if self.is_main else rows[:0]
 
     def barrier(self) -> None:
+        """Return when all processes are here."""
         if self.count > 1:
             with self.reporting_dead_peers():
                 dist.barrier(group=self._patient)
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """The main process of each machine goes first; if it fails, it says so before anyone waits for it."""
+        """Let the main process of each machine go first; if it fails, it says so before anyone waits for it."""
         if not self.is_local_main:
             self.barrier()
         yield
@@ -116,27 +120,27 @@ class Processes:
 
     @contextmanager
     def reporting_dead_peers(self) -> Iterator[None]:
-        """Where processes talk: if one no longer answers, end with its number instead of a hang or a traceback."""
+        """End with the number of a process that is lost meanwhile, not with a hang or a traceback."""
         try:
             yield
         except RuntimeError as error:
             if self.count == 1 or not LOST_CONTACT.search(str(error)):
                 raise
-            lost = self._lost() or "(one of them)"
+            lost = self._call_roll() or "(one of them)"
             raise RunFailed(
                 f"process {lost} of {self.count} no longer answers, so the others end too; its own output says why. "
                 f"Start the same command again to continue"
             ) from error
 
     def _open_store(self) -> dist.TCPStore:
-        """A place to answer a roll call that needs no connection to the one who is lost; process 0 keeps it."""
+        """Open a place to answer a roll call that needs no connection to the one who is lost; process 0 keeps it."""
         host = os.environ["MASTER_ADDR"]
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.is_main else None
         port = self.broadcast(store.port if store is not None else None)
         return store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
-    def _lost(self) -> str:
-        """The numbers of the processes that do not answer a roll call."""
+    def _call_roll(self) -> str:
+        """Return the numbers of the processes that do not answer."""
         try:
             self._store.set(str(self.index), "here")
         except RuntimeError:
@@ -150,7 +154,7 @@ class Processes:
         return ", ".join(lost)
 
     def shared_counter(self) -> SharedCounter:
-        """A number that all processes add to; all must ask for it."""
+        """Return a new number that all processes add to."""
         self._counters += 1
         return SharedCounter(self, f"count {self._counters}")
 
@@ -170,18 +174,14 @@ class SharedCounter:
 
     def __init__(self, processes: Processes, name: str):
         self._processes, self._name = processes, name
-        self._value = 0  # of a process that is alone
 
     def add(self, amount: int) -> int:
-        """The number before this was added."""
-        if self._processes.count == 1:
-            self._value += amount
-            return self._value - amount
+        """Return the number before this was added."""
         with self._processes.reporting_dead_peers():
             return self._processes._store.add(self._name, amount) - amount
 
 
-def start_processes(mixed_precision: str, allow_tf32: bool) -> Processes:
+def start_processes(options: ProcessOptions) -> Processes:
     """Join the other processes, under plain python, torchrun or accelerate launch."""
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import DistributedDataParallelKwargs
@@ -189,12 +189,13 @@ def start_processes(mixed_precision: str, allow_tf32: bool) -> Processes:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
         _join_again(world_size)
+    precision = options.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     try:
         accelerator = Accelerator(
             # Where there is no GPU, accelerate joins the others only when told to use the CPU; otherwise each
             # process would believe itself alone and all would write the same run.
             cpu=world_size > 1 and not torch.accelerator.is_available(),
-            mixed_precision=mixed_precision,
+            mixed_precision=precision,
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=LOST_AFTER),
                 # The buckets that are exchanged double as gradients, which saves a copy of them.
@@ -202,21 +203,25 @@ def start_processes(mixed_precision: str, allow_tf32: bool) -> Processes:
             ],
         )
     except ValueError as error:  # fp16 or bf16 where the device has none, for example
-        raise UserError(f"--mixed_precision {mixed_precision}: {error}") from error
-    if mixed_precision == "fp16" and accelerator.scaler is None:
+        raise UserError(f"--mixed_precision {precision}: {error}") from error
+    if precision == "fp16" and accelerator.scaler is None:
         raise UserError(f"--mixed_precision fp16: not available on {accelerator.device.type}; use bf16 or no")
     if accelerator.num_processes != world_size:
         raise UserError(
             f"{world_size} processes were started (WORLD_SIZE), but {accelerator.num_processes} found each other: "
             f"start them with torchrun or accelerate launch"
         )
+    several_wanted = {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys() and "LOCAL_RANK" not in os.environ
+    if several_wanted and accelerator.device.type == "cpu":
+        # accelerate has set the address where the processes meet, but has started one; the batch would be another.
+        raise UserError("accelerate launch starts one process on the CPU, whatever --num_processes is: use torchrun")
     processes = Processes(accelerator)
     set_up_logging(processes.is_main)
     logger.info(accelerator.state)
     _set_threads(processes)  # on GPUs too: distances and statistics are computed on the CPU
     # Both ways: torch allows it for convolutions by default, some containers allow it everywhere.
-    torch.backends.cuda.matmul.allow_tf32 = allow_tf32
-    torch.backends.cudnn.allow_tf32 = allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = options.allow_tf32
+    torch.backends.cudnn.allow_tf32 = options.allow_tf32
     return processes
 
 
@@ -241,16 +246,3 @@ def _set_threads(processes: Processes) -> None:
     chosen = os.environ.get("OMP_NUM_THREADS")
     if chosen is None or (launched and chosen == "1"):
         torch.set_num_threads(max(1, int(usable_cores()) // processes.local_count))
-
-
-def set_up_logging(is_main: bool) -> None:
-    """The format of the diffusers examples, from the main process only: what all would say is said once."""
-    logging.basicConfig(
-        format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
-        datefmt="%m/%d/%Y %H:%M:%S",
-        level=logging.INFO if is_main else logging.ERROR,
-        handlers=[BarFriendlyHandler()],
-        force=True,
-    )
-    for noisy in ("httpx", "httpx2", "datasets", "PIL", "fsspec", "filelock"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -7,7 +7,7 @@ from tqdm.auto import tqdm
 
 
 def progress_bar(**options) -> tqdm:
-    """A tqdm bar with an ETA; in a file it writes a line every 30 seconds, not ten a second."""
+    """Return a tqdm bar; in a file it writes a line every 30 seconds, not ten a second."""
     if not sys.stderr.isatty():
         options = {"mininterval": 30, "position": 0, **options}
     return tqdm(**{"dynamic_ncols": True, **options})
@@ -18,3 +18,16 @@ class BarFriendlyHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
+
+
+def set_up_logging(is_main: bool) -> None:
+    """Log as the diffusers examples do, from the main process only: what all would say is said once."""
+    logging.basicConfig(
+        format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
+        datefmt="%m/%d/%Y %H:%M:%S",
+        level=logging.INFO if is_main else logging.ERROR,
+        handlers=[BarFriendlyHandler()],
+        force=True,
+    )
+    for noisy in ("httpx", "httpx2", "datasets", "PIL", "fsspec", "filelock"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

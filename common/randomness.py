@@ -19,18 +19,18 @@ ROUNDS = 10
 
 
 def derive_seed(*coordinates: int | str) -> int:
-    """A 63-bit seed for a stream named by its coordinates, e.g. `derive_seed(seed, "dropout", step, rank)`."""
+    """Return a 63-bit seed for a stream named by its coordinates, e.g. `derive_seed(seed, "dropout", step, rank)`."""
     digest = hashlib.blake2b(repr(coordinates).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def generator_for(*coordinates: int | str) -> torch.Generator:
-    """A CPU generator for the stream named by its coordinates."""
+    """Return a CPU generator for the stream named by its coordinates."""
     return torch.Generator().manual_seed(derive_seed(*coordinates))
 
 
 def philox(key: int, counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple:
-    """Philox-4x32-10: four random 32-bit words (held in int64) for every 128-bit counter."""
+    """Return four random 32-bit words (held in int64) for every 128-bit counter, by Philox-4x32-10."""
     c0, c1, c2, c3 = counter
     key0, key1 = key & WORD, (key >> 32) & WORD
     for _ in range(ROUNDS):
@@ -43,7 +43,7 @@ def philox(key: int, counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
 
 
 def standard_normal(key: int, rows: torch.Tensor, column: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Float32 Gaussian noise of `shape` for each of `rows`, on their device.
+    """Return float32 Gaussian noise of `shape` for each of `rows`, on their device.
 
     Row i's noise depends on (key, rows[i], column) alone: in training the row is the position in the global batch and
     the column the step; in generation the row is the image's seed and the column the denoising step.

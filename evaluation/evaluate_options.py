@@ -1,13 +1,13 @@
-"""What evaluate.py is told."""
+"""The options of evaluate.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from common.errors import UserError
-from common.options import check_not_negative, check_positive, option, parse_options
+from common.options import NOT_NEGATIVE, POSITIVE, facts_of, option, parse_options, section
 from generation.generate_options import SamplerOptions, check_sampler
 from run_folder.folder import RunFolder
 
@@ -15,26 +15,28 @@ FEWEST_IMAGES = 10  # the Inception Score takes ten splits, and an image needs f
 MODES = ("legacy_tensorflow", "clean", "legacy_pytorch")
 
 
-@dataclass
+@section("what is measured: images, or every checkpoint of a run")
 class ImagesOptions:
-    _argument_group_name = "what is measured: images, or every checkpoint of a run"
-
-    generated: str | None = option(None, "Generated images: a folder of image or parquet files, or an .npz.")
-    run_dir: str | None = option(None, "A run: its checkpoints are measured, each with images generated for it.")
+    generated: str | None = option(
+        None, "Generated images: a folder of image or parquet files, or an .npz.", habits="fake samples images"
+    )
+    run_dir: str | None = option(
+        None, "A run: its checkpoints are measured, each with images generated for it.", habits="model"
+    )
     compare: list[str] = option([], "Two or more runs that have been measured: curves in one plot, times to equal FID.")
-    num_images: int | None = option(None, "Images to measure (default: all of --generated; 10000 of a run).")
+    num_images: int | None = option(
+        None, "Images to measure (default: all of --generated; 10000 of a run).", POSITIVE, habits="num"
+    )
+
+
+@section("a run: its checkpoints, and how images of them are generated")
+class RunOptions:
     checkpoints: list[str] = option([], "Steps of the run to measure (default: every checkpoint that is there).")
     weights: Literal["ema", "raw"] | None = option(
         None, "Weights of the checkpoints (default: ema where there is one)."
     )
-
-
-@dataclass
-class GeneratingOptions:
-    _argument_group_name = "generating the images of a run"
-
     batch_size: int | None = option(
-        None, "Images per process and forward pass (default: the largest that pays, measured at the start)."
+        None, "Images per process and forward pass (default: the largest that pays, measured at the start).", POSITIVE
     )
     guidance_scales: list[float] = option(
         [1.0],
@@ -44,18 +46,20 @@ class GeneratingOptions:
     keep_images: bool = option(False, "Keep them in the run's folder, where generate.py would put them.")
 
 
-@dataclass
+@section("what it is measured against (for a run: the images that it was trained on)")
 class ReferenceOptions:
-    _argument_group_name = "what it is measured against (for a run: the images that it was trained on)"
-
-    real: str | None = option(None, "Real images: a folder of image or parquet files, or an .npz.")
-    dataset_name: str | None = option(None, "Real images: Hub id or local folder of a data set, or 'digits'.")
+    real: str | None = option(None, "Real images: a folder of image or parquet files, or an .npz.", habits="reference")
+    dataset_name: str | None = option(
+        None, "Real images: Hub id or local folder of a data set, or 'digits'.", habits="data"
+    )
     dataset_config_name: str | None = option(None, "Configuration of the data set, if it has several.")
     train_data_dir: str | None = option(None, "Real images: folder of images in the layout of training.")
     split: str = option("train", "Split of the data set.")
     image_column: str | None = option(None, "Column with the images; found by itself if there is only one.")
     resolution: int | None = option(
-        None, "Size that real images are brought to, shorter side and centre crop (default: that of the generated)."
+        None,
+        "Size real images are brought to, shorter side and centre crop (default: that of the generated).",
+        POSITIVE,
     )
     on_bad_image: Literal["fail", "skip"] = option("fail", "What to do with a real image that cannot be decoded.")
     statistics: str | None = option(None, "File of --save_statistics, or an .npz with mu and sigma.")
@@ -65,13 +69,10 @@ class ReferenceOptions:
     save_statistics: str | None = option(None, "Write the real images' statistics to this file (.safetensors).")
 
 
-@dataclass
+@section("features")
 class FeatureOptions:
-    _argument_group_name = "features"
-
     features: str = option(
-        "inception",
-        "inception, dinov2, clip, a folder with a vision model of transformers, or a file with VGG16's weights.",
+        "inception", "inception, dinov2, clip, a folder of a transformers vision model, or a file with VGG16's weights."
     )
     modes: list[str] = option(
         ["legacy_tensorflow"],
@@ -79,79 +80,48 @@ class FeatureOptions:
         "legacy_pytorch. One or several.",
     )
     inception_weights: str | None = option(None, "inception-2015-12-05.pt or .pth, if it is not found by itself.")
-    feature_batch_size: int = option(32, "Images of a pass of the feature network.")
+    feature_batch_size: int = option(32, "Images of a pass of the feature network.", POSITIVE)
     mixed_precision: Literal["no", "bf16"] = option(
         "no", "Precision of all networks; with bf16 the error of the features is said."
     )
     compile: bool = option(True, "Compile the feature network where there are images enough for it to pay.")
 
 
-@dataclass
+@section("output")
 class OutputOptions:
-    _argument_group_name = "output"
-
     output_dir: str | None = option(
         None, "Folder of tables and curves (default: the run's; of --compare 'comparison'; images: only printed)."
     )
     cache_dir: str | None = option(None, "Folder for weights, statistics and data (default: ~/.cache/exact-ddpm).")
     dataloader_num_workers: int | None = option(
-        None, "Processes that decode images (default: min(4, usable cores / processes on this machine))."
+        None, "Processes that decode images (default: min(4, usable cores / processes on this machine)).", NOT_NEGATIVE
     )
 
 
-SECTIONS = (ImagesOptions, SamplerOptions, GeneratingOptions, ReferenceOptions, FeatureOptions, OutputOptions)
-
-
 @dataclass
-class EvaluationOptions(
-    OutputOptions, FeatureOptions, ReferenceOptions, GeneratingOptions, SamplerOptions, ImagesOptions
-):
+class EvaluationOptions(OutputOptions, FeatureOptions, ReferenceOptions, RunOptions, SamplerOptions, ImagesOptions):
     """All options of an evaluation."""
 
+    allow_tf32: ClassVar[bool] = False  # numbers are compared
 
-# What fingers type when they mean one of ours.
-HABITS = {
-    "fake": "generated",
-    "samples": "generated",
-    "images": "generated",
-    "run": "run_dir",
-    "model": "run_dir",
-    "reference": "real",
-    "data": "dataset_name",
-    "dataset": "dataset_name",
-    "num": "num_images",
-    "num_samples": "num_images",
-    "steps": "num_inference_steps",
-    "mode": "modes",
-    "guidance_scale": "guidance_scales",
-    "stats": "statistics",
-    "output": "output_dir",
-}
 
-OF_A_RUN = (
-    *("checkpoints", "weights", "keep_images", "batch_size", "guidance_scales"),
-    *("ddpm", "ddim", "scheduler", "num_inference_steps", "skip_schedule", "variance_type"),
-)
 SOURCES = ("generated", "run_dir", "compare")
 REFERENCES = ("real", "dataset_name", "train_data_dir", "statistics")
 
 
 def parse_evaluation(arguments: list[str]) -> EvaluationOptions:
-    values = parse_options(
-        SECTIONS,
+    """Return the options of evaluate.py, `validate`d."""
+    options = parse_options(
+        EvaluationOptions,
         arguments,
         description="FID, KID, Inception Score, precision, recall, density, coverage, from one pass over the images.",
-        habits=HABITS,
     )
-    options = EvaluationOptions(**values)
     validate(options)
     return options
 
 
 def validate(options: EvaluationOptions) -> None:
-    """What no evaluation can be."""
-    check_positive(options, ["num_images", "resolution", "feature_batch_size", "num_inference_steps", "batch_size"])
-    check_not_negative(options, ["dataloader_num_workers"])
+    """Raise for what no evaluation can be."""
     check_sampler(options)
     named = [f"--{name}" for name in SOURCES if getattr(options, name)]
     references = [f"--{name}" for name in REFERENCES if getattr(options, name)]
@@ -178,9 +148,8 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError(f"--num_images {options.num_images}: must be at least {FEWEST_IMAGES}")
     if not options.guidance_scales or min(options.guidance_scales) < 0:
         raise UserError("--guidance_scales: one or several numbers, 0 or greater; 1 is no guidance")
-    defaults = EvaluationOptions()
-    for name in OF_A_RUN:
-        if getattr(options, name) != getattr(defaults, name) and not options.run_dir:
+    for name, facts in {**facts_of(RunOptions), **facts_of(SamplerOptions)}.items():
+        if getattr(options, name) != facts.default and not options.run_dir:
             raise UserError(f"--{name} goes with --run_dir")
     if options.compare and options.num_images:
         raise UserError("--num_images goes with --generated or --run_dir; --compare reads what has been measured")

@@ -19,7 +19,7 @@ import torch
 from common.errors import UserError
 from common.files import LOCK_FILE, first_existing, lock, write_atomically
 from generation.engine import Job, choose_batch_size, divide
-from generation.generate_options import as_ranges, images_in_grid
+from generation.generate_options import DEFAULT_IMAGES, as_ranges
 from generation.writers import IMAGES_PER_FOLDER, WRITTEN, ImageWriter, open_writer, said_in_one_line
 
 if TYPE_CHECKING:
@@ -239,6 +239,6 @@ def open_collections(
         jobs[number].batches = [batch for batch in divide(seeds, batch_size) if missing.intersection(batch)]
         writer = open_writer(folders[number], options.format, in_subfolders)
         record = records[number] if processes.is_main else None
-        layout = jobs[number].condition.layout(seeds, images_in_grid(options))
+        layout = jobs[number].condition.layout(seeds, None if options.gather_grid else DEFAULT_IMAGES)
         collections.append(Collection(jobs[number], folders[number], writer, missing, layout, record))
     return collections, batch_size

@@ -1,15 +1,12 @@
-"""What generation is told: sections of flags, and the seeds and the sampling method that they stand for.
-
-Nothing heavy is imported here, so that `--help` answers at once.
-"""
+"""The options of generation, and the seeds and the sampling method that they stand for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from common.errors import UserError
-from common.options import check_positive, option, parse_options
+from common.options import POSITIVE, UP_TO_ONE, option, parse_options, section
 
 if TYPE_CHECKING:
     from run_folder.saved_model import SavedModel
@@ -22,32 +19,36 @@ LARGEST_GATHERED_GRID = 4096
 SMALLEST_BATCH, BATCHES_TO_SHARE = 16, 32
 
 
-@dataclass
+@section("model")
 class ModelOptions:
-    _argument_group_name = "model"
-
     model: str | None = option(
         None,
         "A run's folder (its newest checkpoint), a checkpoint's, a DDPMPipeline's, or a Hub id; may be given as the "
         "first word (default: the run under runs/ that wrote metrics last).",
+        positional=True,
+        habits="network",
     )
     checkpoints: list[str] = option([], "Steps of checkpoints of the run, or 'all': images of each, in its own folder.")
     weights: Literal["ema", "raw"] | None = option(
-        None, "Moving average or raw weights (default: the moving average where there is one)."
+        None, "Moving average or raw weights (default: the moving average where there is one).", habits="ema"
     )
 
 
-@dataclass
+@section("sampler")
 class SamplerOptions:
-    _argument_group_name = "sampler"
+    default_sampler: ClassVar[str] = "ddpm"
 
     ddpm: bool = option(False, "Ancestral sampling as in the paper; the default.")
     ddim: bool = option(False, "DDIM.")
-    scheduler: str | None = option(None, "A scheduler of diffusers by its name, e.g. DPMSolverMultistepScheduler.")
+    scheduler: str | None = option(
+        None, "A scheduler of diffusers by its name, e.g. DPMSolverMultistepScheduler.", habits="sampler"
+    )
     num_inference_steps: int | None = option(
         None,
         f"S, the denoising steps (default: all of the model's for --ddpm, {SHORT_SAMPLING} otherwise).",
-        aliases=["--subseq_size"],
+        POSITIVE,
+        aliases="subseq_size",
+        habits="steps",
     )
     skip_schedule: Literal["linear", "quadratic"] = option(
         "linear", "Which S timesteps: spread evenly from first to last, or linspace(0, sqrt(0.8 T), S)^2."
@@ -55,45 +56,46 @@ class SamplerOptions:
     variance_type: Literal["fixed_large", "fixed_small"] | None = option(
         None, "Variance of --ddpm (default: fixed_large over all timesteps, fixed_small over a sub-sequence)."
     )
-    eta: float | None = option(None, "Noise of --ddim: 0 for none (the default), 1 for as much as DDPM's fixed_small.")
+    eta: float | None = option(
+        None, "Noise of --ddim: 0 for none (the default), 1 for as much as DDPM's fixed_small.", UP_TO_ONE
+    )
 
 
-@dataclass
+@section("images")
 class ImageOptions:
-    _argument_group_name = "images"
-
     seeds: str | None = option(None, "One image for each, e.g. 0-49999 or 0,5,7-9.")
-    num_images: int | None = option(None, f"The seeds 0, 1, ... up to so many images (default: {DEFAULT_IMAGES}).")
+    num_images: int | None = option(
+        None, f"The seeds 0, 1, ... up to so many images (default: {DEFAULT_IMAGES}).", POSITIVE, habits="n num"
+    )
 
 
-@dataclass
+@section("condition, of models that were trained with one")
 class ConditionOptions:
-    _argument_group_name = "condition, of models that were trained with one"
-
     class_labels: list[str] = option(
-        [], "Classes to draw by name or number, or 'all' (the default); seeds take turns.", action="extend"
+        [], "Classes to draw by name or number, or 'all' (the default); seeds take turns.", repeatable=True
     )
     prompt: list[str] = option(
-        [], "What should appear; seeds take turns with several (default: the prompts of the run's grids).",
-        action="extend",
-    )  # fmt: skip
+        [], "What to draw; seeds take turns with several (default: the prompts of the run's grids).", repeatable=True
+    )
     prompts_file: str | None = option(None, "File with a prompt on each line.")
-    negative_prompt: str | None = option(None, "What guidance leads away from (default: what is drawn unasked).")
-    guidance_scale: float = option(1.0, "Guidance u + scale (c - u) from the prediction without condition; 1 is none.")
+    negative_prompt: str | None = option(None, "What guidance leads away from (default: an empty prompt).")
+    guidance_scale: float = option(
+        1.0, "Guidance u + scale (c - u) from the prediction without condition; 1 is none.", habits="cfg"
+    )
     guidance_rescale: float = option(
-        0.0, "Share of a guided prediction that gets its deviation from the unguided one, 0 to 1, against glare."
+        0.0, "Share of a guided prediction that gets its deviation from the unguided one, against glare.", UP_TO_ONE
     )
     guidance_interval: list[int] = option([], "First and last timestep with guidance (default: all), e.g. 100 800.")
 
 
-@dataclass
+@section("output")
 class OutputOptions:
-    _argument_group_name = "output"
-
     output_dir: str | None = option(
         None, "Folder for the images (default: one in <run>/generated named after step, weights, sampler and steps)."
     )
-    overwrite: bool = option(False, "Delete the images that are in the folder, whatever made them, and start anew.")
+    overwrite: bool = option(
+        False, "Delete the images in the folder, whatever made them, and start anew.", habits="overwrite_output_dir"
+    )
     format: Literal["png", "npz", "parquet"] = option(
         "png", "PNG files, one samples.npz (arr_0, seeds), or a folder for datasets.load_dataset."
     )
@@ -102,19 +104,18 @@ class OutputOptions:
     )
     progress_gif: bool = option(False, "Also the first 16 images from noise to picture, as progress.gif.")
     interpolate: list[int] = option([], "Two seeds: only a row of pictures between them; --ddim unless told otherwise.")
-    nearest: int | None = option(None, "Also so many nearest training images beside each of the first 16.")
+    nearest: int | None = option(None, "Also so many nearest training images beside each of the first 16.", POSITIVE)
     dataset_name: str | None = option(None, "Training images for --nearest (default: those of the run).")
     train_data_dir: str | None = option(None, "Folder of training images for --nearest, instead of dataset_name.")
 
 
-@dataclass
+@section("speed")
 class SpeedOptions:
-    _argument_group_name = "speed"
-
     batch_size: int | None = option(
         None,
         "Images per process and forward pass (default: the largest that pays, measured at the start; "
         f"{SMALLEST_BATCH} for less than {2 * SMALLEST_BATCH * BATCHES_TO_SHARE} images).",
+        POSITIVE,
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
         None, "Precision of the network (default: what `accelerate launch` says, else no); noise stays float32."
@@ -126,73 +127,47 @@ class SpeedOptions:
     )
 
 
-SECTIONS = (ModelOptions, SamplerOptions, ImageOptions, ConditionOptions, OutputOptions, SpeedOptions)
-
-HABITS = {
-    "steps": "num_inference_steps",
-    "batch": "batch_size",
-    "seed": "seeds",
-    "n": "num_images",
-    "num": "num_images",
-    "num_samples": "num_images",
-    "outdir": "output_dir",
-    "output": "output_dir",
-    "network": "model",
-    "checkpoint": "checkpoints",
-    "ema": "weights",
-    "sampler": "scheduler",
-    "class_label": "class_labels",
-    "label": "class_labels",
-    "labels": "class_labels",
-    "classes": "class_labels",
-    "prompts": "prompt",
-    "cfg": "guidance_scale",
-    "cfg_scale": "guidance_scale",
-    "overwrite_output_dir": "overwrite",
-}
-
-
 @dataclass
 class GenerationOptions(SpeedOptions, OutputOptions, ConditionOptions, ImageOptions, SamplerOptions, ModelOptions):
     """All options of generate.py."""
 
+    @property
+    def default_sampler(self) -> str:
+        """Return DDIM between two seeds: one can only go where the noise is all in the start."""
+        return "ddim" if self.interpolate else "ddpm"
+
 
 def parse_generation(arguments: list[str]) -> GenerationOptions:
-    values = parse_options(
-        SECTIONS,
+    """Return the options of generate.py, `validate`d."""
+    options = parse_options(
+        GenerationOptions,
         arguments,
         description="One image for each seed: the same for the same seed, on any number of processes.",
         usage="%(prog)s [model] [--flag value ...]",
-        habits=HABITS,
-        positional="model",
     )
-    options = GenerationOptions(**values)
     validate(options)
     return options
 
 
 def validate(options: GenerationOptions) -> None:
-    """Values that make no sense whatever the model is."""
-    check_positive(options, ["num_inference_steps", "num_images", "nearest", "batch_size"])
-    check_sampler(options, default_sampler(options))
-    seeds_of(options)
+    """Raise for values that make no sense whatever the model is."""
+    check_sampler(options)
+    seeds = seeds_of(options)
     check_condition(options)
     if options.interpolate and (len(set(options.interpolate)) != 2 or min(options.interpolate) < 0):
         raise UserError(f"--interpolate {' '.join(map(str, options.interpolate))}: needs two different seeds")
     if options.interpolate and (options.seeds or options.num_images or options.checkpoints):
         raise UserError("--interpolate draws one row with one model: leave out --seeds, --num_images and --checkpoints")
-    if options.gather_grid and len(seeds_of(options)) > LARGEST_GATHERED_GRID:
+    if options.gather_grid and len(seeds) > LARGEST_GATHERED_GRID:
         raise UserError(f"--gather_grid: a grid has at most {LARGEST_GATHERED_GRID} images")
     if options.dataset_name and options.train_data_dir:
         raise UserError("name the training images with either --dataset_name or --train_data_dir, and not with both")
 
 
 def check_condition(options: ConditionOptions) -> None:
-    """Guidance that makes no sense, or that would do nothing."""
+    """Raise for guidance that makes no sense, or that would do nothing."""
     if options.guidance_scale < 0:
         raise UserError(f"--guidance_scale {options.guidance_scale:g}: must be 0 or greater; 1 is no guidance")
-    if not 0 <= options.guidance_rescale <= 1:
-        raise UserError(f"--guidance_rescale {options.guidance_rescale:g}: must be from 0 to 1")
     interval = options.guidance_interval
     if interval and (len(interval) != 2 or not 0 <= interval[0] <= interval[1]):
         raise UserError(
@@ -203,21 +178,14 @@ def check_condition(options: ConditionOptions) -> None:
             raise UserError(f"--{name} changes guidance, and there is none: add --guidance_scale, e.g. 2")
 
 
-def default_sampler(options: OutputOptions) -> str:
-    """Between two seeds one can only go where the noise is all in the start."""
-    return "ddim" if options.interpolate else "ddpm"
-
-
-def check_sampler(options: SamplerOptions, default: str = "ddpm") -> str:
-    """The name of the sampler that is asked for, and no other one's settings with it."""
+def check_sampler(options: SamplerOptions) -> str:
+    """Return the name of the sampler; raise if it comes with the settings of another."""
     given = [name for name in ("ddpm", "ddim", "scheduler") if getattr(options, name)]
     if len(given) > 1:
         raise UserError(f"{' and '.join(f'--{name}' for name in given)}: choose one sampler")
-    sampler = options.scheduler or (given[0] if given else default)
+    sampler = options.scheduler or (given[0] if given else options.default_sampler)
     if options.eta is not None and sampler != "ddim":
         raise UserError(f"--eta {options.eta:g}: is a setting of --ddim, not of {sampler}")
-    if options.eta is not None and not 0 <= options.eta <= 1:
-        raise UserError(f"--eta {options.eta:g}: must be from 0 to 1")
     if options.variance_type and sampler != "ddpm":
         raise UserError(f"--variance_type {options.variance_type}: is a setting of --ddpm, not of {sampler}")
     if options.skip_schedule != "linear" and sampler not in ("ddpm", "ddim"):
@@ -225,11 +193,11 @@ def check_sampler(options: SamplerOptions, default: str = "ddpm") -> str:
     return sampler
 
 
-def build_method(options: SamplerOptions, model: SavedModel, default: str = "ddpm") -> SamplingMethod:
-    """The sampling method that the flags ask for, on a model's diffusion; without any the default."""
+def build_method(options: SamplerOptions, model: SavedModel) -> SamplingMethod:
+    """Return the sampling method that the flags stand for, on a model's diffusion."""
     from schedulers.denoising import DDIMSampling, DDPMSampling, DiffusersSampling, UnusableScheduler
 
-    sampler, total = check_sampler(options, default), model.scheduler.config.num_train_timesteps
+    sampler, total = check_sampler(options), model.scheduler.config.num_train_timesteps
     steps = options.num_inference_steps or (total if sampler == "ddpm" else min(SHORT_SAMPLING, total))
     if steps > total:
         raise UserError(f"--num_inference_steps {steps}: more than the {total} steps {model.name} was trained with")
@@ -244,26 +212,24 @@ def build_method(options: SamplerOptions, model: SavedModel, default: str = "ddp
 
 
 def describe_method(method: SamplingMethod) -> str:
-    """A sampler in a line, with what was decided for the user."""
-    settings = method.settings
+    """Return a line on a sampler, with what was decided for the user."""
+    settings, used = method.settings, len(method.timesteps)
     text = f"{settings['sampler']}, {settings['num_inference_steps']} steps"
-    if "skip_schedule" in settings:
-        text += f", {settings['skip_schedule']}"
-        if len(method.timesteps) < settings["num_inference_steps"]:
-            text += f" ({len(method.timesteps)} different timesteps)"
-    elif len(method.timesteps) != settings["num_inference_steps"]:
-        text += f" ({len(method.timesteps)} calls of the network)"
+    chooses_itself = "skip_schedule" not in settings
+    text += "" if chooses_itself else f", {settings['skip_schedule']}"
+    if used != settings["num_inference_steps"]:
+        text += f" ({used} {'calls of the network' if chooses_itself else 'different timesteps'})"
     if "eta" in settings:
         text += f", eta {settings['eta']:g}"
     if "variance_type" in settings:
         text += f", variance {settings['variance_type']}"
-        if settings["variance_type"] == "fixed_small" and len(method.timesteps) < len(method.scheduler.betas):
+        if settings["variance_type"] == "fixed_small" and used < len(method.scheduler.betas):
             text += ", the default of a sub-sequence (--variance_type)"
     return text
 
 
 def seeds_of(options: ImageOptions) -> list[int]:
-    """The seeds, each once, in ascending order."""
+    """Return the seeds, each once, in ascending order."""
     if options.seeds is None:
         return list(range(options.num_images or DEFAULT_IMAGES))
     seeds: set[int] = set()
@@ -284,13 +250,8 @@ def seeds_of(options: ImageOptions) -> list[int]:
     return sorted(seeds)
 
 
-def images_in_grid(options: OutputOptions) -> int | None:
-    """How many images a grid has at most, if there is a limit."""
-    return None if options.gather_grid else DEFAULT_IMAGES
-
-
 def as_ranges(seeds: list[int]) -> str:
-    """Ascending seeds as --seeds takes them."""
+    """Return ascending seeds as --seeds takes them."""
     ranges: list[list[int]] = []
     for seed in seeds:
         if ranges and seed == ranges[-1][1] + 1:

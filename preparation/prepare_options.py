@@ -1,61 +1,55 @@
-"""What `prepare_data.py` is told.
-
-Nothing heavy is imported here, so that `--help` answers at once.
-"""
+"""The options of prepare_data.py."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from common.errors import UserError
 from common.machine import default_num_workers
-from common.options import check_below_one, check_not_negative, check_positive, option, parse_options
+from common.options import BELOW_ONE, NOT_NEGATIVE, POSITIVE, option, parse_options, section
 
 
-@dataclass
+@section("preparation")
 class PrepareOptions:
-    _argument_group_name = "preparation"
-
     source: str | None = option(
         None,
         "Folder or archive (zip, tar): SYSU-Shape, Animals-10, DTD, class folders, train/ and test/, "
         "metadata.jsonl or CSV with captions, or just images. May be given without the flag, as the first word.",
+        saved=False,
+        positional=True,
     )
-    output: str | None = option(None, "Folder to make; with --check, for the report (default: runs/check-<source>).")
-    check: bool = option(False, "Report on the source instead; exit code 1 if something in it would hurt.")
-    resolution: int | None = option(None, "Size of the shorter side (default: photos keep their sizes).")
+    output: str | None = option(
+        None, "Folder to make; with --check, for the report (default: runs/check-<source>).", saved=False
+    )
+    check: bool = option(False, "Report on the source instead; exit code 1 if something in it would hurt.", saved=False)
+    resolution: int | None = option(
+        None, "Size of the shorter side (default: photos keep their sizes).", POSITIVE, habits="size image_size"
+    )
     center_crop: bool = option(False, "Crop to a square; otherwise training crops, at random places.")
     channels: Literal["auto", "1", "3", "4"] = option("auto", "1 grey, 3 RGB, 4 RGBA; auto: grey stays grey.")
     classes: list[str] = option([], "Use these classes only.")
     captions: str | None = option(None, "Caption for photos without one, such as 'a photo of a {class}'.")
     eval_fraction: float | None = option(
-        None, "Share of every class that is kept for evaluation (default: the source's own split, otherwise 0.1)."
+        None, "Share of every class kept for evaluation (default: the source's own split, otherwise 0.1).", BELOW_ONE
     )
     eval_split: Literal["test", "validation"] = option("test", "Name of what is kept for evaluation.")
-    seed: int = option(0, "Which photos are kept for evaluation is a function of their names and this.")
+    seed: int = option(0, "Which photos are kept for evaluation is a function of their names and this.", NOT_NEGATIVE)
     sysu_folders: bool = option(
         False, "Name the folders train_data, eval_data and normalized_eval_data (eval_data as squares)."
     )
-    num_workers: int = option(default_num_workers(1), "Processes that read and write images.")
-
-
-HABITS = {"output_dir": "output", "size": "resolution", "image_size": "resolution", "caption": "captions"}
+    num_workers: int = option(
+        default_num_workers(1), "Processes that read and write images.", NOT_NEGATIVE, saved=False
+    )
 
 
 def parse_prepare_options(arguments: list[str]) -> PrepareOptions:
-    # Without a value of its own, so that the source may follow it.
-    checking = [argument for argument in arguments if argument == "--check"]
-    rest = [argument for argument in arguments if argument != "--check"]
-    description = "Splits and resizes a collection of photos into an image folder, or reports on it."
-    usage = "%(prog)s [--check] SOURCE [--output DIR] [--flag value ...]"
-    values = parse_options(
-        (PrepareOptions,), rest, description=description, usage=usage, habits=HABITS, positional="source"
+    """Return the options of prepare_data.py; raise for what no preparation can be."""
+    options = parse_options(
+        PrepareOptions,
+        sorted(arguments, key=lambda argument: argument == "--check"),  # last, so that the source may follow it
+        description="Splits and resizes a collection of photos into an image folder, or reports on it.",
+        usage="%(prog)s [--check] SOURCE [--output DIR] [--flag value ...]",
     )
-    options = PrepareOptions(**{**values, "check": bool(checking) or values["check"]})
-    check_positive(options, ["resolution"])
-    check_not_negative(options, ["seed", "num_workers"])
-    check_below_one(options, ["eval_fraction"])
     if options.captions is not None and "{class}" not in options.captions:
         raise UserError(f"--captions '{options.captions}': must say where the class goes, as 'a photo of a {{class}}'")
     for name in ("center_crop", "sysu_folders"):
@@ -65,7 +59,7 @@ def parse_prepare_options(arguments: list[str]) -> PrepareOptions:
 
 
 def folders_of(options: PrepareOptions) -> tuple[Path, Path]:
-    """Where the photos are, and where the result goes."""
+    """Return where the photos are, and where the result goes."""
     if not options.source:
         raise UserError("name the photos: prepare_data.py SOURCE --output DIR, or prepare_data.py --check SOURCE")
     source = Path(options.source).expanduser()

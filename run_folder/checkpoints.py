@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 from common import interruption
 from common.errors import RunFailed, UserError
 from common.files import replace_folder, sha256, sync, write_atomically
-from run_folder.config import TrainingConfig
+from common.options import facts_of
+from run_folder.config import ConditionalConfig, TrainingConfig
 
 if TYPE_CHECKING:
     import torch
@@ -43,9 +44,10 @@ NETWORK_FOLDERS = {"raw": "unet", "ema": "unet_ema"}
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 # A run with another of these is no continuation of the same run.
-ANOTHER_TASK = """
-    ddpm_num_steps ddpm_beta_schedule prediction_type resolution channels images use_ema condition class_names encoder
-""".split()
+FIXED = {
+    *("images", "class_names", "encoder"),
+    *(name for name, facts in facts_of(ConditionalConfig).items() if facts.fixed),
+}
 
 
 class InvalidCheckpoint(Exception):
@@ -291,7 +293,7 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
     read = partial(read_file, folder)
     numbers = read(STATE)
     changed = changed_settings(numbers["settings"], state.settings)
-    other_task = [change for change in changed if change.split()[0] in ANOTHER_TASK]
+    other_task = [change for change in changed if change.split()[0] in FIXED]
     if other_task and same_run:
         raise UserError(
             f"{folder.parent} holds a run with other settings ({'; '.join(other_task)}): choose another --output_dir, "

@@ -12,7 +12,6 @@ import logging
 import re
 import shlex
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -23,15 +22,7 @@ from huggingface_hub.utils import HFValidationError, httpx, validate_repo_id
 
 from common.errors import UserError
 from common.files import write_atomically
-from run_folder.config import (
-    ConditioningOptions,
-    DataOptions,
-    DiffusionOptions,
-    EMAOptions,
-    LengthOptions,
-    NetworkOptions,
-    OptimizerOptions,
-)
+from common.options import values_of
 from run_folder.folder import PICTURES, PIPELINE_FOLDERS, PUSHED, SAMPLES, RunFolder
 
 if TYPE_CHECKING:
@@ -140,11 +131,7 @@ def load_call(repo_id: str) -> str:
 
 def hyper_parameters(config: TrainingConfig) -> dict[str, object]:
     """What was trained and how; where it was stored and who pushed it is nobody's business."""
-    described = [DataOptions, NetworkOptions, DiffusionOptions, OptimizerOptions, EMAOptions, LengthOptions]
-    described += [ConditioningOptions] if isinstance(config, ConditioningOptions) else []
-    names = [entry.name for section in described for entry in fields(section)] + ["mixed_precision", "allow_tf32"]
-    private = ("cache_dir", "train_data_dir", "dataloader_num_workers", "in_memory_limit_gb", "text_encoder")
-    values = {name: getattr(config, name) for name in names if name not in private}
+    values = values_of(config, lambda facts: facts.saved and facts.on_card)
     return {name: value for name, value in values.items() if value is not None and value != []}
 
 

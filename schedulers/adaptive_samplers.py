@@ -1,6 +1,7 @@
 """Timestep samplers that learn while the network does. Their state is tensors, the same on every process."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,7 @@ def load_into(tensor: torch.Tensor, saved: torch.Tensor, name: str) -> None:
     tensor.copy_(saved)
 
 
+@dataclass(eq=False)
 class AdaptiveTimestepSampling(TimestepSampler):
     """ATS: a policy that learns which timestep of an image lowers the loss most (Kim, Ki, Shim & Lee, CVPR 2025).
 
@@ -79,26 +81,25 @@ class AdaptiveTimestepSampling(TimestepSampler):
 
     objective = "changed"
 
-    def __init__(
-        self,
-        alphas_cumprod: torch.Tensor,
-        interval: int = 40,
-        grid: int = 50,
-        queue: int = 20,
-        features: int = 3,
-        entropy: float = 0.01,
-        learning_rate: float = 0.01,
-    ):
-        super().__init__(alphas_cumprod)
+    alphas_cumprod: torch.Tensor
+    interval: int = 40  # updates from one look to the next
+    grid: int = 50  # timesteps that are looked at
+    queue: int = 20  # looks that are remembered
+    features: int = 3  # timesteps chosen for the reward
+    entropy: float = 0.01  # its weight in the objective
+    learning_rate: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__init__(self.alphas_cumprod)
+        grid, features = self.grid, self.features
         if not features <= grid <= self.num_train_timesteps:
             raise ValueError(
                 f"grid {grid}: must be from the {features} timesteps chosen from it to the {self.num_train_timesteps} "
                 f"there are"
             )
-        self.interval, self.entropy, self.learning_rate = interval, entropy, learning_rate
-        self.grid = torch.linspace(0, self.num_train_timesteps - 1, grid).round().long()
-        self.selected = self.grid[torch.linspace(0, grid - 1, features).round().long()]
-        self.queue = torch.zeros(queue, grid, dtype=torch.float64)
+        self.timesteps = torch.linspace(0, self.num_train_timesteps - 1, grid).round().long()
+        self.selected = self.timesteps[torch.linspace(0, grid - 1, features).round().long()]
+        self.changes = torch.zeros(self.queue, grid, dtype=torch.float64)
         self.queued = torch.zeros((), dtype=torch.int64)
         self.shapes = torch.ones(1, 2)  # a and b of every image of the batch that the policy last learned from
         self.policy: Policy | None = None
@@ -112,7 +113,7 @@ class AdaptiveTimestepSampling(TimestepSampler):
     def sample_for(
         self, images: torch.Tensor, positions: torch.Tensor, batch_size: int, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The random numbers are drawn for the global batch, so that an image's t does not depend on who draws it."""
+        """Draw from the policy with random numbers of the global batch, so that it does not matter who draws."""
         normal = torch.randn(batch_size, 2, TRIES, generator=generator)
         uniform = 1 - torch.rand(batch_size, 2, TRIES + 1, generator=generator)
         normal, uniform = (to_device(numbers[positions], images.device) for numbers in (normal, uniform))
@@ -123,12 +124,12 @@ class AdaptiveTimestepSampling(TimestepSampler):
         return timesteps, torch.ones(len(timesteps), device=images.device)
 
     def draw(self, batch_size: int, generator: torch.Generator) -> torch.Tensor:
-        """Without images: from the average of what the policy last said."""
+        """Draw without images, from the average of what the policy last said."""
         self.set_density(self.describe())
         return super().draw(batch_size, generator)
 
     def describe(self) -> torch.Tensor:
-        """The average over the batch that the policy last learned from; uniform before."""
+        """Average over the batch that the policy last learned from; uniform before."""
         from scipy.special import betainc
 
         steps = self.num_train_timesteps
@@ -154,26 +155,26 @@ class AdaptiveTimestepSampling(TimestepSampler):
             for before, after in zip(self._before, self._divergences(update), strict=True)
         )
         self._learn(update, of_images.sum(1))
-        self.queue[self.queued % len(self.queue)] = update.total(of_grid).cpu()
+        self.changes[self.queued % len(self.changes)] = update.total(of_grid).cpu()
         self.queued += 1
         if self.queued >= 3:  # fewer points lie on a line whatever they are
-            self.selected = self.grid[most_telling(self.queue[: self.queued], len(self.selected))]
+            self.selected = self.timesteps[most_telling(self.changes[: self.queued], len(self.selected))]
 
     def _divergences(self, update: UpdateProbe) -> tuple[torch.Tensor, torch.Tensor]:
-        """KL on the grid of one image of the global batch, which only its process has, and of every image here."""
+        """Compute KL on the grid of one image of the global batch, which one process has, and of every image here."""
         count, features = len(update.positions), len(self.selected)
         rows = torch.arange(count).repeat_interleave(features)
         noise_rows = (update.positions[:, None] * features + torch.arange(features)).flatten()
         of_images = update.kl(rows, self.selected.repeat(count), noise_rows).view(count, features)
-        of_grid = torch.zeros(len(self.grid), dtype=of_images.dtype, device=of_images.device)
+        of_grid = torch.zeros(len(self.timesteps), dtype=of_images.dtype, device=of_images.device)
         chosen = update.step // self.interval % update.batch_size  # the images of a batch are in random order
         for row in (update.positions == chosen).nonzero().flatten().tolist():
-            noise_rows = update.batch_size * features + torch.arange(len(self.grid))
-            of_grid = update.kl(torch.full((len(self.grid),), row), self.grid, noise_rows)
+            noise_rows = update.batch_size * features + torch.arange(len(self.timesteps))
+            of_grid = update.kl(torch.full((len(self.timesteps),), row), self.timesteps, noise_rows)
         return of_grid, of_images
 
     def _learn(self, update: UpdateProbe, reward: torch.Tensor) -> None:
-        """One step of Adam on -E[log pi(u | x_0) reward] - entropy H(pi), over the images of all processes."""
+        """Take a step of Adam on -E[log pi(u | x_0) reward] - entropy H(pi), over the images of all processes."""
         shapes = self.policy(self._images)
         beta = Beta(*shapes.unbind(1), validate_args=False)  # to validate is to wait for the device
         gain = beta.log_prob(self._actions) * reward + self.entropy * beta.entropy()
@@ -200,11 +201,11 @@ class AdaptiveTimestepSampling(TimestepSampler):
             for kind, tensor in moments.items()
         }
         policy = {f"policy.{name}": tensor for name, tensor in self.policy.state_dict().items()}
-        own = {"queue": self.queue, "queued": self.queued, "selected": self.selected, "shapes": self.shapes}
+        own = {"queue": self.changes, "queued": self.queued, "selected": self.selected, "shapes": self.shapes}
         return own | policy | adam
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        load_into(self.queue, state["queue"], "queue")
+        load_into(self.changes, state["queue"], "queue")
         self.queued, self.selected, self.shapes = (state[name].clone() for name in ("queued", "selected", "shapes"))
         self.policy.load_state_dict(with_prefix(state, "policy."))
         for name, parameter in self.policy.named_parameters():
@@ -248,7 +249,7 @@ TRIES = 8
 
 
 def beta_draws(shapes: torch.Tensor, normal: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Beta(a, b) as G_a / (G_a + G_b), gamma variables by Marsaglia & Tsang (2000) from given random numbers.
+    """Draw Beta(a, b) as G_a / (G_a + G_b), gamma variables by Marsaglia & Tsang (2000) from given random numbers.
 
     Unlike torch's own draws they are a function of numbers that are drawn for each image, on any device. G_a is
     G_{a + 1} U^(1/a), which serves for a below 1 too; the logarithms keep tiny ones apart.
@@ -265,7 +266,7 @@ def beta_draws(shapes: torch.Tensor, normal: torch.Tensor, uniform: torch.Tensor
 
 
 def most_telling(changes: torch.Tensor, count: int) -> torch.Tensor:
-    """The columns from which a line predicts the rows' sums best, in order of their position.
+    """Choose the columns from which a line predicts the rows' sums best, in order of their position.
 
     F-regression ranks by F = (n - 2) r^2 / (1 - r^2), which rises with the squared correlation r^2.
     """

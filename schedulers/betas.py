@@ -72,5 +72,5 @@ NAMES_OF_DIFFUSERS = {theirs: ours for ours, theirs in DIFFUSERS_NAMES.items()}
 
 
 def make_betas(name: str, steps: int, start: float = 1e-4, end: float = 0.02) -> torch.Tensor:
-    """The betas of a schedule by its name here or in diffusers."""
+    """Compute the betas of a schedule by its name here or in diffusers."""
     return BETA_SCHEDULES[NAMES_OF_DIFFUSERS.get(name, name)](steps, start, end)

@@ -56,18 +56,18 @@ class TimestepSampler:
         self._corrections = (corrections if self.objective == "same" else torch.ones_like(corrections)).float()
 
     def describe(self) -> torch.Tensor:
-        """The probability of every timestep, in float64."""
+        """Return the probability of every timestep, in float64."""
         return self._density
 
     @property
     def least_probability(self) -> float:
-        """What no timestep's probability is below, now or after the sampler has adapted."""
+        """Return what no timestep's probability is below, now or after the sampler has adapted."""
         return self.describe().min().item()
 
     # Draws.
 
     def sample(self, batch_size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """The timesteps of a global batch, and the weights of their losses."""
+        """Draw the timesteps of a global batch, and the weights of their losses."""
         timesteps = self.draw(batch_size, generator)
         return timesteps, self._corrections[timesteps]
 
@@ -75,7 +75,7 @@ class TimestepSampler:
         return self.inverse_cumulative(self.quantiles(batch_size, generator))
 
     def quantiles(self, count: int, generator: torch.Generator) -> torch.Tensor:
-        """Uniform numbers on [0, 1): independent, or stratified, (i + U_i) / n in random order.
+        """Draw uniform numbers on [0, 1): independent, or stratified, (i + U_i) / n in random order.
 
         Stratified, every number is still uniform on its own, so that nothing changes in expectation, and a batch
         covers the timesteps evenly, so that its gradient is less noisy.
@@ -84,35 +84,35 @@ class TimestepSampler:
         return (torch.randperm(count, generator=generator) + uniform) / count if self.stratified else uniform
 
     def inverse_cumulative(self, quantiles: torch.Tensor) -> torch.Tensor:
-        """The smallest t with P(at most t) > u."""
+        """Return the smallest t with P(at most t) > u."""
         return torch.searchsorted(self._cumulative, quantiles, right=True)
 
     def sample_for(
         self, images: torch.Tensor, positions: torch.Tensor, batch_size: int, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`sample` for a sampler that looks at the images: of this process, at `positions` of the global batch."""
+        """Draw as `sample` does for a sampler that looks at the images: this process's, at `positions` of the batch."""
         raise NotImplementedError
 
     # What a sampler that learns overrides.
 
     def observe(self, step: int, timesteps: torch.Tensor, losses: torch.Tensor) -> None:
-        """The losses of a step's global batch, the same on every process.
+        """Take note of the losses of a step's global batch, the same on every process.
 
         They are the errors that the network is trained on, with the loss weighting but without this sampler's own
-        weights. They come two steps late: see `training/timestep_sampling.py`.
+        weights. They come two steps late: see DELAY in `schedulers/loss.py`.
         """
 
     def start(self, channels: int, device: torch.device) -> None:
-        """Before a run: what a sampler that looks at the images must know to be ready for its state."""
+        """Get ready for a run, and for the state of a checkpoint."""
 
     def before_update(self, update: UpdateProbe) -> None:
-        """Before the weights are updated."""
+        """Look at the network before its weights are updated."""
 
     def after_update(self, update: UpdateProbe) -> None:
-        """After the weights have been updated."""
+        """Look at the network after its weights have been updated."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors, saved in every checkpoint."""
+        """Return tensors that every checkpoint saves."""
         return {}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -142,7 +142,7 @@ class TimestepSampler:
 
     @property
     def can_be_stratified(self) -> bool:
-        """Whether its draws go through `quantiles`; a class that overrides `draw` and uses them says so."""
+        """Tell whether its draws go through `quantiles`; a class that overrides `draw` and uses them says so."""
         return not self.overrides("sample", "draw", "sample_for")
 
 
@@ -231,14 +231,14 @@ class SpeeD(TimestepSampler):
         return torch.where(t < self.mirror, self.mirror - t, t - self.mirror)
 
     def describe(self) -> torch.Tensor:
-        """Of the first draws and their duals together, in the proportion of the latest batch."""
+        """Return the density of first draws and duals together, in the proportion of the latest batch."""
         first = super().describe()
         duals = torch.zeros_like(first).index_add(0, self.dual(torch.arange(self.num_train_timesteps)), first)
         return self._primary_share * first + (1 - self._primary_share) * duals
 
 
 def saturation(alphas_cumprod: torch.Tensor) -> int:
-    """SpeeD's m: 642 for the linear schedule of 1000 steps; the slope is that of 1000 steps whatever their number."""
+    """Find SpeeD's m, 642 for the linear schedule; the slope is that of 1000 steps whatever their number."""
     slope = torch.gradient((1 - alphas_cumprod).sqrt())[0] * (len(alphas_cumprod) / 1000)
     flat = (slope < 1e-4).nonzero()
     last = len(alphas_cumprod) - 1
@@ -246,7 +246,7 @@ def saturation(alphas_cumprod: torch.Tensor) -> int:
 
 
 def speed_tau(tau: int | None, num_train_timesteps: int) -> int:
-    """SpeeD's tau, by default the paper's share of the timesteps."""
+    """Return SpeeD's tau, by default the paper's share of the timesteps."""
     if tau is None:
         return round(0.7 * num_train_timesteps)
     if not 0 < tau <= num_train_timesteps:
@@ -255,7 +255,7 @@ def speed_tau(tau: int | None, num_train_timesteps: int) -> int:
 
 
 def normal_mass(edges: torch.Tensor) -> torch.Tensor:
-    """The standard normal's probability of each cell between edges; of the upper half by symmetry, for precision."""
+    """Compute the standard normal's mass in each cell between edges; the upper half by symmetry, for precision."""
     below, above = torch.special.ndtr(edges), torch.special.ndtr(-edges)
     return torch.where(edges[1:] <= 0, below[1:] - below[:-1], above[:-1] - above[1:])
 

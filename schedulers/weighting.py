@@ -80,5 +80,5 @@ LOSS_WEIGHTINGS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def weighting_table(name: str, alphas_cumprod: torch.Tensor, prediction_type: str, **options: float) -> torch.Tensor:
-    """The weight at every t, float32."""
+    """Compute the weight at every t, in float32."""
     return LOSS_WEIGHTINGS[name](alphas_cumprod, prediction_type, **options).float()

@@ -17,6 +17,7 @@ from common.errors import UserError
 from evaluation import classifier
 from evaluation.asked import Asked, in_proportion
 from evaluation.classifier import Classifier, hold_out, load_classifier
+from evaluation.evaluate_options import EvaluationOptions
 from evaluation.image_sets import EncodedImages, batches_of, open_images
 from image_data.annotations import find_labels
 from image_data.sources import load_images
@@ -202,7 +203,7 @@ def test_uneven_classes_are_told_and_read_in_their_proportions(class_run, digits
     monkeypatch.setattr("evaluation.asked.load_classifier", lambda *given: reader)
     told = json.loads((class_run / "condition.json").read_text())
     PartialState._reset_state()
-    processes = start_processes("no", allow_tf32=False)
+    processes = start_processes(EvaluationOptions())
     asked = Asked(class_run, told, uneven, 60, 0, cache_dir, processes)
     share = [float((labels[uneven.rows] == digit).float().mean()) for digit in range(10)]
     assert [abs(asked.told["class_labels"].count(str(digit)) - 60 * share[digit]) < 1 for digit in range(10)] == [

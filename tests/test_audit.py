@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.options import resolve_precision
 from run_folder.config import parse_config, resolve_batch
 from training.audit import audit, format_audit
 from training.network import build_unet
@@ -22,7 +21,7 @@ def paper_unet():
 def rows_of(unet, *flags: str, processes: int = 1):
     config = parse_config(["--dataset_name=uoft-cs/cifar10", *flags])
     run = SimpleNamespace(
-        config=replace(config, mixed_precision=resolve_precision(config.mixed_precision)),
+        config=replace(config, mixed_precision=config.mixed_precision or "no"),
         sizes=resolve_batch(config, processes),
         batches=SimpleNamespace(images=range(50_000)),
         processes=SimpleNamespace(count=processes),

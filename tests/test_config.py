@@ -12,11 +12,11 @@ from run_folder.config import (
     SAME_OBJECTIVE,
     Batch,
     TrainingConfig,
+    as_yaml,
     parse_conditional_config,
     parse_config,
     resolve_batch,
     resolve_steps,
-    save_config,
     with_resolved,
 )
 
@@ -92,6 +92,9 @@ def test_the_names_of_diffusers_are_accepted():
         (["--lr_warmup", "5"], "did you mean --lr_warmup_steps?"),
         (["--no_use_emma"], "did you mean --no_use_ema?"),
         (["--batch_size=3"], "did you mean --train_batch_size?"),
+        (["--no_flip"], "did you mean --no_random_flip?"),
+        (["--no_adam_beta1"], "did you mean --adam_beta1?"),
+        (["--prompt=a cat"], "validation_prompts is an option of train_conditional.py"),
         (["--output_dir="], "--output_dir is empty"),
         (["--resolution=big"], "invalid int value: 'big'"),
         (["--logger=mlflow"], "choose from"),
@@ -167,15 +170,14 @@ def test_batch_that_does_not_work_out(flags, processes):
 def test_saved_configuration_repeats_the_run(tmp_path):
     given = parse("--train_batch_size=16", "--num_epochs=3", "--learning_rate=1e-5", "--hub_token=hf_secret")
     resolved = with_resolved(given, resolve_batch(given, 2), resolve_steps(given, 10), channels=1, precision="no")
-    save_config(resolved, tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(as_yaml(resolved))
     assert "hf_secret" not in (tmp_path / "config.yaml").read_text()
     again = parse_config([f"--config={tmp_path / 'config.yaml'}"])
     for processes in (1, 2, 4, 32):  # the total stays, whatever the number of processes
         assert resolve_batch(again, processes) == Batch(32 // processes, 1, 32)
     assert resolve_steps(again, 10) == 30
     repeated = with_resolved(again, resolve_batch(again, 2), resolve_steps(again, 10), channels=1, precision="no")
-    save_config(repeated, tmp_path / "again.yaml")
-    assert (tmp_path / "again.yaml").read_text() == (tmp_path / "config.yaml").read_text()
+    assert as_yaml(repeated) == (tmp_path / "config.yaml").read_text()
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.name)

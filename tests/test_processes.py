@@ -53,10 +53,9 @@ def alone(flags, tmp_path_factory) -> Path:
     "launcher",
     [
         torchrun(2),
-        [str(BIN / "accelerate"), "launch", "--cpu", "--num_processes", "2"],
         [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"],
     ],
-    ids=["torchrun", "accelerate-cpu", "accelerate-multi"],
+    ids=["torchrun", "accelerate-multi"],
 )
 def test_two_processes_make_the_same_run(launcher, flags, alone, tmp_path):
     run = tmp_path / "run"
@@ -79,6 +78,17 @@ def test_accelerate_launch_with_one_process(flags, alone, tmp_path):
     run = tmp_path / "run"
     launch([str(BIN / "accelerate"), "launch"], [*flags, f"--output_dir={run}"])
     assert losses_of(run) == losses_of(alone)
+
+
+@pytest.mark.parametrize("device", [["--cpu"], []])
+def test_accelerate_launch_starts_one_process_on_the_cpu(device, flags, tmp_path):
+    """Another batch must not go unnoticed."""
+    if torch.accelerator.is_available() and not device:
+        pytest.skip("several processes are started on GPUs")
+    launcher = [str(BIN / "accelerate"), "launch", *device, "--num_processes", "2"]
+    done = launch(launcher, [*flags, f"--output_dir={tmp_path / 'run'}"], succeed=False)
+    assert "train_unconditional.py: error: accelerate launch starts one process on the CPU" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_fresh_process_continues_bit_for_bit(flags, alone, tmp_path):

@@ -321,8 +321,8 @@ def test_the_gradient_scaler_of_fp16(train, tmp_path, monkeypatch):
 
     start = common.processes.start_processes
 
-    def with_scaler(config, precision):
-        processes = start(config, precision)
+    def with_scaler(config):
+        processes = start(config)
         processes.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         return processes
 

@@ -17,7 +17,7 @@ import visualize
 from common import plots
 from common.errors import UserError
 from image_data.grid import CAPTION_HEIGHT
-from run_folder.config import parse_config, save_config
+from run_folder.config import as_yaml, parse_config
 from schedulers.betas import make_betas
 from schedulers.ddpm import build_scheduler
 from schedulers.loss import TIMESTEP_SAMPLERS
@@ -254,10 +254,8 @@ def run_folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setitem(TIMESTEP_SAMPLERS, "uniform", Moving)
     folder = tmp_path / "run"
     folder.mkdir()
-    save_config(
-        parse_config(["--dataset_name=digits", "--ddpm_num_steps=4", "--ddpm_num_inference_steps=4", "--channels=1"]),
-        folder / "config.yaml",
-    )
+    flags = ["--dataset_name=digits", "--ddpm_num_steps=4", "--ddpm_num_inference_steps=4", "--channels=1"]
+    (folder / "config.yaml").write_text(as_yaml(parse_config(flags)))
     for step, density in {20: [0.1, 0.2, 0.3, 0.4], 100: [0.7, 0.1, 0.1, 0.1]}.items():
         (folder / f"checkpoint-{step}").mkdir()
         state = {"density": torch.tensor(density, dtype=torch.float64)}

@@ -52,7 +52,7 @@ ZERO_GAIN = 1e-5  # a variance scale of 1e-10
 
 
 def can_be_halved(resolution: int) -> bool:
-    """Whether a network is defined for the size."""
+    """Tell whether a network is defined for the size."""
     if not min(CHANNELS) <= resolution < 2 * max(CHANNELS):
         return False
     halvings = len(CHANNELS[max(size for size in CHANNELS if size <= resolution)]) - 1
@@ -60,7 +60,7 @@ def can_be_halved(resolution: int) -> bool:
 
 
 def network_shape(resolution: int) -> tuple[tuple[int, ...], int]:
-    """Channels of each level and the level with attention, for a size from 8 to 511.
+    """Choose the channels of each level and the level with attention, for a size from 8 to 511.
 
     The image is halved as often as in the nearest size at or below it in `CHANNELS`, or once less when that
     division leaves a remainder (28 is halved to 14 and 7); attention is at the first level of at most 16 pixels.
@@ -85,7 +85,7 @@ def network_shape(resolution: int) -> tuple[tuple[int, ...], int]:
 
 
 def nearest_sizes(resolution: int) -> str:
-    """The sizes below and above that a network is defined for."""
+    """Name the sizes below and above that a network is defined for."""
     below = next((size for size in range(resolution - 1, min(CHANNELS) - 1, -1) if can_be_halved(size)), None)
     above = next((size for size in range(resolution + 1, 2 * max(CHANNELS)) if can_be_halved(size)), None)
     return " or ".join(str(size) for size in (below, above) if size is not None)
@@ -98,7 +98,7 @@ def build_unet(
     generator: torch.Generator | None = None,
     condition: dict[str, int] | None = None,
 ) -> UNet2DModel | UNet2DConditionModel:
-    """The paper's network for a size of image; at 32 pixels and 3 channels it is that of CIFAR-10.
+    """Build the paper's network for a size of image; at 32 pixels and 3 channels it is that of CIFAR-10.
 
     `condition` is nothing, or {"num_class_embeds": n} for a class, whose embedding is added to that of the timestep,
     or {"cross_attention_dim": n} for text.
@@ -132,7 +132,7 @@ def network_class(condition: dict[str, int] | None) -> type[UNet2DModel | UNet2D
 
 
 def with_cross_attention(settings: dict[str, object]) -> dict[str, object]:
-    """The paper's network with attention to the words wherever it has attention to itself."""
+    """Give the paper's network attention to the words wherever it has attention to itself."""
     types = {
         name: tuple(block.replace("Attn", "CrossAttn") for block in settings[name])
         for name in ("down_block_types", "up_block_types")
@@ -146,7 +146,7 @@ def with_cross_attention(settings: dict[str, object]) -> dict[str, object]:
 def load_network(
     name_or_path: str, resolution: int, condition: dict[str, int] | None = None
 ) -> UNet2DModel | UNet2DConditionModel:
-    """The network that somebody's config.json describes (a file, a folder or a Hub id), tried with one image."""
+    """Load the network that a config.json describes (a file, a folder or a Hub id), and try it with one image."""
     flag = f"--model_config_name_or_path {name_or_path}"
     kind = network_class(condition)
     try:
@@ -170,28 +170,10 @@ def load_network(
 
 
 def an_input(condition: dict[str, int] | None) -> dict[str, torch.Tensor]:
-    """What a network with this condition takes for one image, besides the image and its timestep."""
+    """Make what a network with this condition takes for one image, besides the image and its timestep."""
     if reads_text(condition):
         return {"encoder_hidden_states": torch.zeros(1, 1, condition["cross_attention_dim"])}
     return {"class_labels": torch.zeros(1, dtype=torch.int64)} if condition else {}
-
-
-def build_unet_from_config(
-    name_or_path: str,
-    resolution: int,
-    channels: int,
-    generator: torch.Generator | None = None,
-    condition: dict[str, int] | None = None,
-) -> UNet2DModel | UNet2DConditionModel:
-    """The network of a configuration, initialised as in the paper."""
-    unet = load_network(name_or_path, resolution, condition)
-    if (unet.config.in_channels, unet.config.out_channels) != (channels, channels):
-        raise UserError(
-            f"--model_config_name_or_path {name_or_path}: the network has {unet.config.in_channels} channels in and "
-            f"{unet.config.out_channels} out, but the images have {channels}; change the file or --channels"
-        )
-    initialize_like_paper(unet, generator)
-    return unet
 
 
 def check_network(config: TrainingConfig) -> None:
@@ -209,14 +191,22 @@ def check_network(config: TrainingConfig) -> None:
 def build_training_unet(
     config: TrainingConfig, channels: int, generator: torch.Generator, condition: dict[str, int] | None = None
 ) -> UNet2DModel | UNet2DConditionModel:
-    """The network that a run's configuration asks for."""
-    if config.model_config_name_or_path is None:
+    """Build the network that a run's configuration asks for, initialised as in the paper."""
+    described = config.model_config_name_or_path
+    if described is None:
         return build_unet(config.resolution, channels, config.dropout, generator, condition)
-    return build_unet_from_config(config.model_config_name_or_path, config.resolution, channels, generator, condition)
+    unet = load_network(described, config.resolution, condition)
+    if (unet.config.in_channels, unet.config.out_channels) != (channels, channels):
+        raise UserError(
+            f"--model_config_name_or_path {described}: the network has {unet.config.in_channels} channels in and "
+            f"{unet.config.out_channels} out, but the images have {channels}; change the file or --channels"
+        )
+    initialize_like_paper(unet, generator)
+    return unet
 
 
 def zero_initialized(unet: nn.Module) -> dict[str, nn.Module]:
-    """The layers that start (nearly) at zero: what a res-block, an attention and the whole network add.
+    """Find the layers that start (nearly) at zero: what a res-block, an attention and the whole network add.
 
     Attention to words is inside a block of its own; it is the block's output that is added.
     """
@@ -231,7 +221,7 @@ def zero_initialized(unet: nn.Module) -> dict[str, nn.Module]:
 
 @torch.no_grad()
 def initialize_like_paper(unet: nn.Module, generator: torch.Generator | None = None) -> None:
-    """Xavier-uniform weights, zero biases, and gain 1e-5 where `zero_initialized` (Ho et al. 2020, code).
+    """Draw Xavier-uniform weights, zero biases, with gain 1e-5 where `zero_initialized` (Ho et al. 2020, code).
 
     Embeddings of classes, which the paper has none of, are standard normal, as in its followers.
     """
@@ -247,7 +237,7 @@ def initialize_like_paper(unet: nn.Module, generator: torch.Generator | None = N
 
 
 def describe_initialization(unet: nn.Module) -> str:
-    """What the weights show, for the audit."""
+    """Say for the audit what the weights show."""
     convolution = unet.conv_in.weight
     bound = (6 / (convolution[0].numel() + convolution[:, 0].numel())) ** 0.5
     xavier = 0.9 * bound < convolution.abs().max() <= bound and not unet.conv_in.bias.any()

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from common import interruption
-from common.options import resolve_precision
+from common.files import write_atomically
 from common.randomness import generator_for
 from image_data.batches import TrainingBatches
 from run_folder.checkpoints import CheckpointWriter, load_checkpoint
 from run_folder.config import (
     Batch,
     TrainingConfig,
+    as_yaml,
     resolve_batch,
     resolve_steps,
-    save_config,
     settings_of,
     with_resolved,
 )
@@ -157,7 +157,7 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
     sizes = resolve_batch(config, processes.count)
     batches = TrainingBatches(data, condition, config.seed, sizes.total, sizes.accumulation, processes)
     total_steps = resolve_steps(config, batches.steps_per_epoch)
-    config = with_resolved(config, sizes, total_steps, data.channels, resolve_precision(config.mixed_precision))
+    config = with_resolved(config, sizes, total_steps, data.channels, processes.precision)
 
     initialisation = generator_for(config.seed, "initialisation")
     unet = build_training_unet(config, data.channels, initialisation, condition.network).to(processes.device)
@@ -199,7 +199,7 @@ def opened(run: Run) -> Iterator[None]:
         load_checkpoint(state, checkpoint, same_run=config.resume_from_checkpoint == "latest")
     if processes.is_main:
         folder = RunFolder(config.output_dir)
-        save_config(config, folder.config_file)
+        write_atomically(folder.config_file, as_yaml(config))
         folder.write_condition(run.condition)
     run.over = run.is_over()
     run.network = processes.accelerator.prepare(state.unet)

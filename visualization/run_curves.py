@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from common.errors import UserError
-from common.options import names_of
+from common.options import facts_of
 from common.plots import drawing, legend_beside
 from run_folder.checkpoints import checkpoints, describe, step_of
 from run_folder.config import TrainingConfig
@@ -31,7 +31,7 @@ def open_run(folder: Path) -> TrainingConfig:
     file = RunFolder(folder).config_file
     if not file.is_file():
         raise UserError(f"--run_dir {folder} is not a run: there is no config.yaml in it; name a training's output_dir")
-    names = names_of([TrainingConfig])
+    names = facts_of(TrainingConfig)
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
         return TrainingConfig(**{name: value for name, value in values.items() if name in names})
