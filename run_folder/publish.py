@@ -130,7 +130,7 @@ def load_call(repo_id: str) -> str:
 
 
 def hyper_parameters(config: TrainingConfig) -> dict[str, object]:
-    """What was trained and how; where it was stored and who pushed it is nobody's business."""
+    """Return what was trained and how; where it was stored and who pushed it is nobody's business."""
     values = values_of(config, lambda facts: facts.saved and facts.on_card)
     return {name: value for name, value in values.items() if value is not None and value != []}
 
