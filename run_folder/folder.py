@@ -42,7 +42,7 @@ BYTES_PER_PARAMETER = 16
 
 
 class RunFolder:
-    """A run on the disk. It alone knows the names of its files; who wants one asks for it here."""
+    """A run on the disk. No other module knows the names of its files."""
 
     def __init__(self, path: Path | str):
         self.path = path = Path(path)
