@@ -7,17 +7,11 @@ accelerate launch --num_processes 8 generate.py runs/cifar10 --num_images 50000 
 
 import logging
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
-from common import interruption
 from common.errors import run_script
-from generation.generate_options import (
-    build_method,
-    describe_method,
-    parse_generation,
-    seeds_of,
-)
+from generation.generate_options import DEFAULT_IMAGES, parse_generation, seeds_of
+from generation.methods import build_method
 
 logger = logging.getLogger("generate")
 
@@ -28,64 +22,48 @@ def main() -> None:
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
     from conditions.guidance import condition_of
-    from generation.collection import open_collections
-    from generation.engine import Job, Pace, generate
-    from generation.pictures import draw_pictures, save_interpolation
-    from run_folder.saved_model import find_models, output_folder
+    from generation.engine import InferenceSettings, Job, prefers_channels_last
+    from generation.pictures import SHOWN, save_interpolation, save_nearest, save_progress
+    from generation.sample_folder import SampleFolder, complete_folders, default_folder
+    from run_folder.saved_model import find_models
 
     processes = start_processes(options)
 
-    # The models, how noise becomes images, and where they go.
+    # The models, how noise becomes images with each, and where they go.
     models = find_models(options.model, options.checkpoints, options.weights) if processes.is_main else None
-    jobs, folders = [], []
+    folders, seeds = [], seeds_of(options)
     for model in processes.broadcast(models):
-        condition = condition_of(options, model, processes.device)
-        job = Job(model, build_method(options, model), condition=condition)
-        logger.info("%s, %s weights: %s", model.source, model.weights, describe_method(job.method))
-        folder = output_folder(model, job.method, processes.precision, condition.name)
+        job = Job(model, build_method(options, model), condition_of(options, model, processes.device))
+        logger.info("%s, %s weights: %s", model.source, model.weights, job.method)
+        path = default_folder(job, processes.precision)
         if options.output_dir is not None:
-            folder = Path(options.output_dir) / (model.name if options.checkpoints else "")
-        jobs.append(job)
-        folders.append(folder)
-    wanted_by_device = processes.device.type == "cuda" and processes.precision != "no"
-    channels_last = {"yes": True, "no": False, "auto": wanted_by_device}[options.channels_last]
+            path = Path(options.output_dir) / (model.name if options.checkpoints else "")
+        most_in_grid = None if options.gather_grid else DEFAULT_IMAGES
+        folders.append(SampleFolder(path, job, seeds, options.format, options.overwrite, most_in_grid))
 
     if options.interpolate:
         first, last = options.interpolate
         processes.finish()
         if processes.is_main:
-            path = folders[0] / f"interpolation-{first}-{last}.png"
-            save_interpolation(jobs[0], processes, first, last, path)
+            path = folders[0].path / f"interpolation-{first}-{last}.png"
+            save_interpolation(folders[0].job, first, last, processes, path)
             logger.info("%s goes from seed %d to seed %d", path, first, last)
         return
 
-    # From here on, to be stopped means to keep what is whole; the same command continues with what is missing.
-    seeds = seeds_of(options)
-    how = {
-        "precision": processes.precision,
-        "allow_tf32": options.allow_tf32,
-        "channels_last": channels_last,
-        "compile": options.compile,
-    }
-    with interruption.deferred(), ExitStack() as writers:
-        collections, batch_size = open_collections(jobs, folders, seeds, options, how, processes)
-        pace = Pace(batch_size, channels_last, options.compile)
-        of_job = {id(collection.job): collection for collection in collections}
-        for collection in collections:
-            writers.enter_context(collection.writer)
-
-        missing = sum(len(collection.missing) for collection in collections)
-        logger.info("%d of %d images are missing", missing, len(seeds) * len(jobs))
-        for job, batch, images in generate(jobs, processes, pace):
-            of_job[id(job)].add(batch, images)
-        shown = [collection.finish(processes) for collection in collections]
+    precision, channels_last = processes.precision, options.channels_last == "yes"
+    if options.channels_last == "auto":
+        channels_last = prefers_channels_last(processes.device, precision)
+    settings = InferenceSettings(precision, options.allow_tf32, channels_last, options.compile, options.batch_size)
+    settings = complete_folders(folders, processes, settings)
 
     # Pictures of the images, which the other processes need not wait for.
     processes.finish()
-    if processes.is_main:
-        for collection, images in zip(collections, shown, strict=True):
-            draw_pictures(options, collection.job, processes, pace, images, collection.layout, collection.folder)
-            logger.info("%s holds %d images and grid.png", collection.folder, len(seeds))
+    for folder in folders if processes.is_main else []:
+        if options.progress_gif:
+            save_progress(folder.job, seeds[:SHOWN], processes, settings, folder.path / "progress.gif")
+        if options.nearest:
+            save_nearest(folder.shown[:SHOWN], options, folder.job.model, folder.path / "nearest.png")
+        logger.info("%s holds %d images and grid.png", folder.path, len(seeds))
 
 
 if __name__ == "__main__":

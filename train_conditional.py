@@ -18,7 +18,8 @@ def main() -> None:
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
     from conditions.training_condition import check_condition, find_annotations, load_condition
-    from image_data.training_images import load_training_images, open_source
+    from image_data.sources import open_source
+    from image_data.store import load_training_images
     from training.setup import build_run, check_before_work, execute
 
     processes = start_processes(config)

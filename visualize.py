@@ -59,6 +59,7 @@ def parse(arguments: list[str]) -> Options:
 
 
 def make_output_dir(options: Options) -> Path:
+    """Make the folder of the pictures; raise if it cannot be written."""
     path = Path(options.output_dir or Path(options.run_dir or "", "figures"))
     existing = first_existing(path)
     if not existing.is_dir():
@@ -77,14 +78,13 @@ def main() -> None:
 
 
 def draw_diffusion(options: Options) -> list[Path]:
-    """The schedules on images and as curves; every timestep sampler; every loss weighting."""
-    from image_data.sources import DIGITS, load_images
+    """Draw the schedules on images and as curves, every timestep sampler, and every loss weighting."""
+    from image_data.sources import DIGITS, NamedDataset, load_images
     from schedulers.ddpm import build_scheduler
-    from visualization.diffusion import build_samplers, draw_betas, draw_samplers, draw_snr, draw_weightings
-    from visualization.dissolving import decode_for_dissolving, dissolving_frames, save_animation
+    from visualization import diffusion, dissolving
 
     no_data = options.dataset_name is None and options.train_data_dir is None
-    source = load_images(
+    choice = NamedDataset(
         dataset_name=DIGITS if no_data else options.dataset_name,
         dataset_config_name=options.dataset_config_name,
         train_data_dir=options.train_data_dir,
@@ -92,39 +92,32 @@ def draw_diffusion(options: Options) -> list[Path]:
         cache_dir=options.cache_dir,
         max_train_samples=options.num_images,
     )
-    images = decode_for_dissolving(source, options.resolution)
+    images = dissolving.decode_images(load_images(choice), options.resolution)
     schedulers = {name: build_scheduler(name, options.ddpm_num_steps) for name in options.schedules}
     folder = make_output_dir(options)
+    frames = dissolving.dissolving_frames(images, schedulers, options.seed)
+    samplers = diffusion.build_samplers(schedulers)
     return [
-        save_animation(dissolving_frames(images, schedulers, options.seed), folder / "dissolving.gif"),
-        draw_betas(schedulers, folder / "beta.png"),
-        draw_snr(schedulers, folder / "snr.png"),
-        draw_samplers(build_samplers(schedulers), options.seed, folder / "timestep_samplers.png"),
-        draw_weightings(schedulers, folder / "loss_weights.png"),
+        dissolving.save_animation(frames, folder / "dissolving.gif"),
+        diffusion.draw_betas(schedulers, folder / "beta.png"),
+        diffusion.draw_snr(schedulers, folder / "snr.png"),
+        diffusion.draw_samplers(samplers, options.seed, folder / "timestep_samplers.png"),
+        diffusion.draw_weightings(schedulers, folder / "loss_weights.png"),
     ]
 
 
 def draw_run(options: Options) -> list[Path]:
-    """Which timesteps a run drew, and how it fared on them."""
-    from visualization.run_curves import (
-        EFFECTIVE_SAMPLE_SIZE,
-        draw_densities,
-        draw_effective_sample_size,
-        draw_losses_by_quarter,
-        open_run,
-        read_densities,
-        read_metrics,
-    )
+    """Draw which timesteps a run trained on, and how it fared on them."""
+    from visualization import run_curves
 
     run = Path(options.run_dir)
-    config = open_run(run)
-    metrics, densities = read_metrics(run), read_densities(run, config)
-    folder = make_output_dir(options)
-    pictures = [draw_losses_by_quarter(metrics, config.ddpm_num_steps, folder / "loss_by_quarter.png")]
+    config, metrics = run_curves.read_run(run)
+    densities, folder = run_curves.read_densities(run, config), make_output_dir(options)
+    pictures = [run_curves.draw_losses_by_quarter(metrics, config.ddpm_num_steps, folder / "loss_by_quarter.png")]
     if densities:
-        pictures.append(draw_densities(densities, config.timestep_sampler, folder / "timestep_density.png"))
-    if any(EFFECTIVE_SAMPLE_SIZE in line for line in metrics):
-        pictures.append(draw_effective_sample_size(metrics, folder / "effective_sample_size.png"))
+        pictures.append(run_curves.draw_densities(densities, config.timestep_sampler, folder / "timestep_density.png"))
+    if any(run_curves.EFFECTIVE_SAMPLE_SIZE in line for line in metrics):
+        pictures.append(run_curves.draw_effective_sample_size(metrics, folder / "effective_sample_size.png"))
     return pictures
 
 

@@ -25,7 +25,8 @@ import torch  # noqa: E402
 
 from common.processes import start_processes  # noqa: E402
 from conditions.condition import NoCondition  # noqa: E402
-from image_data.training_images import load_training_images, open_source  # noqa: E402
+from image_data.sources import open_source  # noqa: E402
+from image_data.store import load_training_images  # noqa: E402
 from run_folder.checkpoints import CheckpointWriter, checkpoint_files  # noqa: E402
 from run_folder.config import parse_config  # noqa: E402
 from training.setup import build_run  # noqa: E402

@@ -11,6 +11,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from cycler import cycler
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from common.files import write_atomically
@@ -51,6 +52,19 @@ def drawing(
         # Grown to what stands beside the panels; without the version of matplotlib, which would change the bytes.
         figure.savefig(file, format="png", bbox_inches="tight", metadata={"Software": None})
     write_atomically(path, file.getvalue())
+
+
+@contextmanager
+def single_panel(
+    path: Path, title: str, xlabel: str, ylabel: str, legend_title: str | None = None, **settings: object
+) -> Iterator[Axes]:
+    """Yield a panel to draw on; `settings` are those of `Axes.set`, and a legend stands beside curves with labels."""
+    with drawing(path) as (_, panels):
+        axes = panels.item()
+        yield axes
+        axes.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
+        if axes.get_legend_handles_labels()[0]:
+            legend_beside(panels, legend_title)
 
 
 def legend_beside(panels: np.ndarray, title: str | None = None) -> None:

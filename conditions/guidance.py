@@ -19,12 +19,12 @@ from conditions.condition import ClassCondition, Condition, NoCondition, TextCon
 from conditions.conditional_pipeline import guide
 from conditions.text_encoder import TextEncoder, words_of
 from image_data.sources import spread
-from schedulers.denoising_loop import network_predict
+from schedulers.denoising import network_predict
 
 if TYPE_CHECKING:
     from generation.generate_options import ConditionOptions
     from run_folder.saved_model import SavedModel
-    from schedulers.denoising_loop import Predict
+    from schedulers.denoising import Predict
 
 logger = logging.getLogger(__name__)
 

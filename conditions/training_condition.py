@@ -11,13 +11,13 @@ import torch
 from common.files import default_cache_dir
 from conditions.condition import ClassCondition, Condition, RowSampler, TextCondition
 from conditions.text_encoder import EncodedCaptions, TextEncoder, text_encoder_config, words_of
-from image_data.annotations import Labels, find_captions, find_labels, templates_filled
+from image_data.annotations import Labels, fill_templates, find_captions, find_labels
 from image_data.sources import spread
 
 if TYPE_CHECKING:
     from common.processes import Processes
     from image_data.sources import ImageSource
-    from image_data.training_images import TrainingImages
+    from image_data.store import TrainingImages
     from run_folder.config import ConditionalConfig
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def load_condition(
         logger.info("%d distinct captions, such as %s", len(distinct), "; ".join(examples[:3]))
     else:
         names = classes.names
-        groups, captions = labels, templates_filled(config.caption_template, names)
+        groups, captions = labels, fill_templates(config.caption_template, names)
         examples = [several[0] for several in captions]
         counts = torch.bincount(labels, minlength=len(names)).tolist()
         logger.info("Classes: %s", ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True)))

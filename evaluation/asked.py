@@ -20,7 +20,7 @@ from evaluation.metrics import Moments, frechet_distance
 from evaluation.results import KEYS, as_csv
 from evaluation.statistics import MOST_FEATURES_KEPT
 from generation.generate_options import ConditionOptions
-from image_data.annotations import find_captions, find_labels, templates_filled
+from image_data.annotations import fill_templates, find_captions, find_labels
 from image_data.sources import spread
 from run_folder.folder import RunFolder
 
@@ -83,7 +83,7 @@ class Asked:
             self.asked = in_turn
         said = self.names
         if by_text:
-            said = [several[0] for several in templates_filled(self.config["caption_template"], self.names)]
+            said = [several[0] for several in fill_templates(self.config["caption_template"], self.names)]
         told_in_turn = said if is_even else [said[label] for label in self.asked.tolist()]
         self.told = {"prompt" if by_text else "class_labels": told_in_turn}
         # The images take memory that the other processes need not spend as well.

@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 
 from common.errors import UserError
 from common.options import NOT_NEGATIVE, POSITIVE, facts_of, option, parse_options, section
-from generation.generate_options import SamplerOptions, check_sampler
+from generation.generate_options import SamplerOptions
+from generation.methods import chosen_method
 from run_folder.folder import RunFolder
 
 FEWEST_IMAGES = 10  # the Inception Score takes ten splits, and an image needs five neighbours
@@ -103,6 +104,7 @@ class EvaluationOptions(OutputOptions, FeatureOptions, ReferenceOptions, RunOpti
     """All options of an evaluation."""
 
     allow_tf32: ClassVar[bool] = False  # numbers are compared
+    max_train_samples: ClassVar[None] = None  # the whole split is the reference
 
 
 SOURCES = ("generated", "run_dir", "compare")
@@ -122,7 +124,7 @@ def parse_evaluation(arguments: list[str]) -> EvaluationOptions:
 
 def validate(options: EvaluationOptions) -> None:
     """Raise for what no evaluation can be."""
-    check_sampler(options)
+    chosen_method(options)
     named = [f"--{name}" for name in SOURCES if getattr(options, name)]
     references = [f"--{name}" for name in REFERENCES if getattr(options, name)]
     if len(named) > 1:

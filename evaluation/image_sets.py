@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 
 from common.errors import UserError
 from common.files import sha256
-from image_data.decode import UndecodableImage, decode_image, is_grey, shorter_side, upright_size
-from image_data.sources import load_images, spread
+from image_data.decode import UndecodableImage, decode_image, is_grey, stored_size, upright_size
+from image_data.sources import NamedDataset, load_images, spread
 from image_data.workers import load_in_workers
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class EncodedImages:
 
     def decode(self, row: int) -> np.ndarray:
         data = self.files.read(row)
-        resolution = self.resolution or shorter_side(data)
+        resolution = self.resolution or min(stored_size(data))
         return decode_image(data, self.channels, resolution, center_crop=self.resolution is not None)
 
     def is_grey(self) -> bool:
@@ -201,7 +201,7 @@ def open_images(path: str, flag: str, resolution: int | None = None) -> ImageSet
             raise UserError(f"{flag} {path}: there are no images in this folder yet; generate.py makes them")
         return open_images(str(parts[0]), flag, resolution)
     if any(found.rglob("*.parquet")) or (found / "dataset_info.json").exists() or (found / "state.json").exists():
-        return EncodedImages(load_images(dataset_name=str(found)), resolution)
+        return EncodedImages(load_images(NamedDataset(str(found))), resolution)
     files = FolderFiles(found)
     if len(files) == 0:
         raise UserError(f"{flag} {path}: there are no images in this folder ({found.resolve()})")

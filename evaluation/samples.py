@@ -10,19 +10,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common import interruption
 from common.errors import UserError
 from common.files import sha256
 from evaluation.image_sets import EncodedImages, as_rgb, open_images
 from evaluation.results import Measured
-from generation.collection import RECORD, open_collections, read_record
-from generation.engine import Job, Pace, choose_batch_size, generate, generate_images
-from generation.generate_options import GenerationOptions
-from generation.pictures import draw_pictures
+from generation.engine import InferenceSettings, Job, generate_images, prefers_channels_last
+from generation.methods import METHOD_SETTINGS
+from generation.sample_folder import (
+    RECORD,
+    SampleFolder,
+    UnusableFolder,
+    complete_folders,
+    default_folder,
+    read_record,
+)
 from image_data.sources import load_images
 from run_folder.checkpoints import WEIGHTS, checkpoints
 from run_folder.folder import RunFolder
-from run_folder.saved_model import SavedModel, find_models, output_folder
+from run_folder.saved_model import SavedModel, find_models
 
 if TYPE_CHECKING:
     from common.processes import Processes
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-METHOD_SETTINGS = ("sampler", "num_inference_steps", "skip_schedule", "eta", "variance_type", "guidance_scale")
+NAMED_SETTINGS = (*METHOD_SETTINGS, "guidance_scale")
 
 
 def models_of(run_dir: str, steps: list[str], weights: str | None) -> list[SavedModel]:
@@ -66,18 +71,10 @@ def _pipeline_beside(run: Path, models: list[SavedModel]) -> list[SavedModel]:
 
 def training_images(run_dir: str, split: str, cache_dir: str | None, num_workers: int) -> EncodedImages:
     """The very images that a run was trained on, or of another split, at its resolution, cropped at the centre."""
-    config = vars(RunFolder(Path(run_dir).expanduser()).read_config())
-    source = load_images(
-        dataset_name=config["dataset_name"],
-        dataset_config_name=config["dataset_config_name"],
-        train_data_dir=config["train_data_dir"],
-        split=split,
-        image_column=config["image_column"],
-        cache_dir=cache_dir,
-        max_train_samples=config["max_train_samples"],
-    )
-    images = EncodedImages(source, config["resolution"], int(config["channels"]))
-    return images.without_bad(num_workers) if config["on_bad_image"] == "skip" else images
+    config = replace(RunFolder(Path(run_dir).expanduser()).read_config(), cache_dir=cache_dir)
+    source = load_images(config, split)
+    images = EncodedImages(source, config.resolution, int(config.channels))
+    return images.without_bad(num_workers) if config.on_bad_image == "skip" else images
 
 
 def measured_of(job: Job, num_images: int, reference: Identity, precision: str) -> Measured:
@@ -109,13 +106,13 @@ def measured_images(named: str, images: ImageSet, num_images: int, reference: Id
         reference=reference.describe(),
         reference_fingerprint=reference.short_fingerprint,
         precision=precision,
-        **(_named_settings({name: record.get(name) for name in METHOD_SETTINGS}) if record else nothing),
+        **(_named_settings({name: record.get(name) for name in NAMED_SETTINGS}) if record else nothing),
     )
 
 
 def _named_settings(settings: dict[str, object]) -> dict[str, object]:
     """The columns of a sampling method: its name, its steps, and what else was set."""
-    rest = {name: value for name, value in settings.items() if name in METHOD_SETTINGS[2:] and value is not None}
+    rest = {name: value for name, value in settings.items() if name in NAMED_SETTINGS[2:] and value is not None}
     return {
         "sampler": settings["sampler"],
         "steps": settings["num_inference_steps"],
@@ -125,7 +122,7 @@ def _named_settings(settings: dict[str, object]) -> dict[str, object]:
 
 def kept_images(job: Job, num_images: int, precision: str) -> Path | None:
     """The folder with images of this model and method that generate.py or an evaluation kept, if there are enough."""
-    folder = output_folder(job.model, job.method, precision, job.condition.name)
+    folder = default_folder(job, precision)
     record = read_record(folder)
     if record is None or not record["complete"] or record["sha256"] != job.model.sha256:
         return None
@@ -151,25 +148,13 @@ def keep_images(
     processes: Processes,
 ) -> Path:
     """Generate images into the folder that generate.py would choose, as it would: with samples.json and a grid."""
-    folder, seeds = output_folder(job.model, job.method, precision, job.condition.name), list(range(num_images))
-    options = GenerationOptions(batch_size=batch_size)
-    how = {"precision": precision, "allow_tf32": False, "channels_last": _channels_last(precision, processes)}
-    with interruption.deferred():
-        try:
-            (collection,), batch_size = open_collections(
-                [job], [folder], seeds, options, {**how, "compile": False}, processes
-            )
-        except UserError as error:
-            raise UserError(f"--keep_images, whose folder must be moved away first: {error}") from error
-        pace = Pace(batch_size, how["channels_last"])
-        with collection.writer:
-            for _, batch, images in generate([collection.job], processes, pace):
-                collection.add(batch, images)
-            shown = collection.finish(processes)
-    if processes.is_main:
-        draw_pictures(options, job, processes, pace, shown, collection.layout, folder)
+    folder = SampleFolder(default_folder(job, precision), job, range(num_images))
+    try:
+        complete_folders([folder], processes, inference_settings(precision, batch_size, processes))
+    except UnusableFolder as error:
+        raise UserError(f"--keep_images, whose folder must be moved away first: {error}") from error
     processes.barrier()
-    return folder
+    return folder.path
 
 
 def generated_batches(
@@ -181,16 +166,14 @@ def generated_batches(
     processes: Processes,
 ) -> Iterator[Batch]:
     """Images of the seeds 0 .. num_images - 1, straight from the network; this process's share of them."""
-    channels_last = _channels_last(precision, processes)
-    if batch_size is None:
-        batch_size = choose_batch_size(job, processes, num_images, channels_last)
-    pace = Pace(batch_size, channels_last)
-    for seeds, images in generate_images(job, range(num_images), processes, pace):
+    settings = inference_settings(precision, batch_size, processes)
+    for seeds, images in generate_images(job, range(num_images), processes, settings):
         # Not joined with those of the next batch, which depends on what the other processes do.
         parts = torch.tensor(seeds).split(feature_batch_size), as_rgb(images).split(feature_batch_size)
         yield from zip(*parts, strict=True)
 
 
-def _channels_last(precision: str, processes: Processes) -> bool:
-    """As generate.py decides it, so that the images are the same."""
-    return processes.device.type == "cuda" and precision != "no"
+def inference_settings(precision: str, batch_size: int | None, processes: Processes) -> InferenceSettings:
+    """Return how networks are run, as generate.py decides it, so that the images are the same."""
+    channels_last = prefers_channels_last(processes.device, precision)
+    return InferenceSettings(precision, channels_last=channels_last, batch_size=batch_size)

@@ -40,9 +40,10 @@ from evaluation.samples import (
     training_images,
 )
 from evaluation.statistics import Statistics, named_statistics, reference_statistics, save_statistics
-from generation.collection import RECORD
 from generation.engine import Job
-from generation.generate_options import ConditionOptions, build_method
+from generation.generate_options import ConditionOptions
+from generation.methods import build_method
+from generation.sample_folder import RECORD
 from image_data.sources import load_images, spread
 from run_folder.folder import RunFolder
 from run_folder.publish import update_evaluation
@@ -242,15 +243,7 @@ class Session:
         if options.real:
             images = open_images(options.real, "--real", resolution)
         elif options.dataset_name or options.train_data_dir:
-            source = load_images(
-                dataset_name=options.dataset_name,
-                dataset_config_name=options.dataset_config_name,
-                train_data_dir=options.train_data_dir,
-                split=options.split,
-                image_column=options.image_column,
-                cache_dir=options.cache_dir,
-            )
-            images = EncodedImages(source, resolution)
+            images = EncodedImages(load_images(options, options.split), resolution)
         else:
             return training_images(options.run_dir, options.split, options.cache_dir, self.num_workers)
         skipping = options.on_bad_image == "skip" and isinstance(images, EncodedImages)

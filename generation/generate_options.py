@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from common.errors import UserError
 from common.options import POSITIVE, UP_TO_ONE, option, parse_options, section
-
-if TYPE_CHECKING:
-    from run_folder.saved_model import SavedModel
-    from schedulers.denoising import SamplingMethod
+from generation.methods import SHORT_SAMPLING, chosen_method
 
 DEFAULT_IMAGES = 64
-SHORT_SAMPLING = 50
 LARGEST_GATHERED_GRID = 4096
 # Of a batch size that nobody gave: the smallest, and how many batches are left to share among the processes.
 SMALLEST_BATCH, BATCHES_TO_SHARE = 16, 32
@@ -151,7 +147,7 @@ def parse_generation(arguments: list[str]) -> GenerationOptions:
 
 def validate(options: GenerationOptions) -> None:
     """Raise for values that make no sense whatever the model is."""
-    check_sampler(options)
+    chosen_method(options)
     seeds = seeds_of(options)
     check_condition(options)
     if options.interpolate and (len(set(options.interpolate)) != 2 or min(options.interpolate) < 0):
@@ -176,56 +172,6 @@ def check_condition(options: ConditionOptions) -> None:
     for name in ("negative_prompt", "guidance_rescale", "guidance_interval"):
         if getattr(options, name) and options.guidance_scale == 1:
             raise UserError(f"--{name} changes guidance, and there is none: add --guidance_scale, e.g. 2")
-
-
-def check_sampler(options: SamplerOptions) -> str:
-    """Return the name of the sampler; raise if it comes with the settings of another."""
-    given = [name for name in ("ddpm", "ddim", "scheduler") if getattr(options, name)]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(f'--{name}' for name in given)}: choose one sampler")
-    sampler = options.scheduler or (given[0] if given else options.default_sampler)
-    if options.eta is not None and sampler != "ddim":
-        raise UserError(f"--eta {options.eta:g}: is a setting of --ddim, not of {sampler}")
-    if options.variance_type and sampler != "ddpm":
-        raise UserError(f"--variance_type {options.variance_type}: is a setting of --ddpm, not of {sampler}")
-    if options.skip_schedule != "linear" and sampler not in ("ddpm", "ddim"):
-        raise UserError(f"--skip_schedule {options.skip_schedule}: {sampler} chooses its timesteps itself")
-    return sampler
-
-
-def build_method(options: SamplerOptions, model: SavedModel) -> SamplingMethod:
-    """Return the sampling method that the flags stand for, on a model's diffusion."""
-    from schedulers.denoising import DDIMSampling, DDPMSampling, DiffusersSampling, UnusableScheduler
-
-    sampler, total = check_sampler(options), model.scheduler.config.num_train_timesteps
-    steps = options.num_inference_steps or (total if sampler == "ddpm" else min(SHORT_SAMPLING, total))
-    if steps > total:
-        raise UserError(f"--num_inference_steps {steps}: more than the {total} steps {model.name} was trained with")
-    if sampler == "ddpm":
-        return DDPMSampling(model.scheduler, steps, options.variance_type, options.skip_schedule)
-    if sampler == "ddim":
-        return DDIMSampling(model.scheduler, steps, options.eta or 0.0, options.skip_schedule)
-    try:
-        return DiffusersSampling(model.scheduler, sampler, steps)
-    except UnusableScheduler as error:
-        raise UserError(f"--scheduler {sampler}: {error}") from error
-
-
-def describe_method(method: SamplingMethod) -> str:
-    """Return a line on a sampler, with what was decided for the user."""
-    settings, used = method.settings, len(method.timesteps)
-    text = f"{settings['sampler']}, {settings['num_inference_steps']} steps"
-    chooses_itself = "skip_schedule" not in settings
-    text += "" if chooses_itself else f", {settings['skip_schedule']}"
-    if used != settings["num_inference_steps"]:
-        text += f" ({used} {'calls of the network' if chooses_itself else 'different timesteps'})"
-    if "eta" in settings:
-        text += f", eta {settings['eta']:g}"
-    if "variance_type" in settings:
-        text += f", variance {settings['variance_type']}"
-        if settings["variance_type"] == "fixed_small" and used < len(method.scheduler.betas):
-            text += ", the default of a sub-sequence (--variance_type)"
-    return text
 
 
 def seeds_of(options: ImageOptions) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,24 +10,24 @@ import torch
 from PIL import Image
 
 from common.errors import UserError
-from common.files import default_cache_dir
-from common.machine import default_num_workers
+from common.files import written_aside
 from common.progress import progress_bar
 from common.randomness import standard_normal
-from generation.engine import Job, Pace, RunningNetwork
-from generation.generate_options import seeds_of
-from generation.writers import said_in_one_line, written_aside
+from generation.engine import InferenceSettings, Job, RunningNetwork
+from generation.writers import one_line_if_unwritable
 from image_data.grid import beside_names, image_grid, side_by_side
 from image_data.sources import load_images
-from image_data.store import prepare_images
+from image_data.store import load_training_images
+from run_folder.config import TrainingConfig
 from run_folder.folder import RunFolder
-from schedulers.denoising_loop import NOISE_KEY, to_uint8
+from schedulers.denoising import NOISE_KEY, to_uint8
 
 if TYPE_CHECKING:
     from common.processes import Processes
     from conditions.guidance import Layout
-    from generation.generate_options import GenerationOptions
+    from generation.generate_options import OutputOptions
     from image_data.store import InMemoryImages, StreamedImages
+    from run_folder.saved_model import SavedModel
 
 SHOWN = 16  # images in a GIF or beside their neighbours
 FRAMES = 50
@@ -34,72 +35,44 @@ INTERPOLATED = 11
 IMAGES_COMPARED_AT_ONCE = 1024
 
 
-def save(picture: Image.Image, path: Path, **how: object) -> None:
-    with said_in_one_line(path), written_aside(path) as aside:
-        picture.save(aside, format=path.suffix[1:], **how)
+def save(picture: Image.Image, path: Path, **options: object) -> None:
+    """Write a picture, whole or not at all."""
+    with one_line_if_unwritable(path), written_aside(path) as aside:
+        picture.save(aside, format=path.suffix[1:], **options)
 
 
-def draw_pictures(
-    options: GenerationOptions,
-    job: Job,
-    processes: Processes,
-    pace: Pace,
-    shown: torch.Tensor,
-    layout: Layout,
-    folder: Path,
-) -> None:
-    """The grid, and what was asked for besides."""
-    save(laid_out(shown, layout), folder / "grid.png")
-    if options.progress_gif:
-        save_progress(job, processes, pace, seeds_of(options)[:SHOWN], folder / "progress.gif")
-    if options.nearest:
-        training_images = load_training_images(
-            job.model.home, job.model.shape, options.dataset_name, options.train_data_dir
-        )
-        count = min(options.nearest, len(training_images))
-        save_nearest(shown[:SHOWN], training_images, count, folder / "nearest.png")
-
-
-def laid_out(images: torch.Tensor, layout: Layout) -> Image.Image:
-    """The images in their places, with the names of the rows if these have any."""
+def save_grid(images: torch.Tensor, layout: Layout, path: Path) -> None:
+    """Draw the images in their places, with the names of the rows if these have any."""
     places = torch.full((len(layout.places), *images.shape[1:]), 255, dtype=torch.uint8)
     places[[place for place, seed in enumerate(layout.places) if seed is not None]] = images
-    return beside_names(image_grid(places, layout.columns), layout.row_names)
+    save(beside_names(image_grid(places, layout.columns), layout.row_names), path)
 
 
-def save_progress(job: Job, processes: Processes, pace: Pace, seeds: list[int], path: Path) -> None:
-    """The samples of some 50 denoising steps, as a GIF that rests at the end."""
-    frames = []
-    steps = len(job.method.timesteps)
+def save_progress(job: Job, seeds: list[int], processes: Processes, settings: InferenceSettings, path: Path) -> None:
+    """Draw the samples of some 50 denoising steps, as a GIF that rests at the end."""
+    steps, columns, frames = len(job.method.timesteps), max(1, round(len(seeds) ** 0.5)), []
     shown_at = {round(number * steps / FRAMES) for number in range(1, FRAMES + 1)}
     with progress_bar(total=steps, desc=path.name, leave=False) as bar:
 
         def on_step(number: int, samples: torch.Tensor) -> None:
             bar.update()
             if number in shown_at:
-                frames.append(to_uint8(samples).cpu())
+                frames.append(image_grid(to_uint8(samples).cpu(), columns))
 
-        RunningNetwork(job, processes, Pace(len(seeds), pace.channels_last)).generate(seeds, on_step)
-    columns = max(1, round(len(seeds) ** 0.5))
-    pictures = [image_grid(frame, columns) for frame in frames]
-    save(
-        pictures[0],
-        path,
-        save_all=True,
-        append_images=pictures[1:],
-        duration=[80] * (len(pictures) - 1) + [2000],
-        loop=0,
-    )
+        settings = replace(settings, batch_size=len(seeds), compile=False)
+        RunningNetwork(job, processes, settings).generate(seeds, on_step)
+    durations = [80] * (len(frames) - 1) + [2000]
+    save(frames[0], path, save_all=True, append_images=frames[1:], duration=durations, loop=0)
 
 
-def save_interpolation(job: Job, processes: Processes, first: int, last: int, path: Path) -> None:
-    """A row of pictures whose noise lies on the great circle between that of two seeds (Song et al. 2021, D.5)."""
+def save_interpolation(job: Job, first: int, last: int, processes: Processes, path: Path) -> None:
+    """Draw a row of pictures whose noise lies on the great circle between that of two seeds (Song et al. 2021, D.5)."""
     if job.method.adds_noise:
         raise UserError(f"--interpolate: {job.method.name} adds noise on the way; use --ddim with --eta 0")
-    seeds = [first] * INTERPOLATED  # they stand for no noise here
     ends = torch.tensor([first, last], device=processes.device)
     noise = spherical(*standard_normal(NOISE_KEY, ends, 0, job.model.shape), torch.linspace(0, 1, INTERPOLATED))
-    running = RunningNetwork(job, processes, Pace(INTERPOLATED))
+    running = RunningNetwork(job, processes, InferenceSettings(batch_size=INTERPOLATED))
+    seeds = [first] * INTERPOLATED  # they stand for the condition, not for noise
     with progress_bar(total=len(job.method.timesteps), desc=path.name, leave=False) as bar:
         images = running.generate(seeds, lambda number, samples: bar.update(), noise)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +80,7 @@ def save_interpolation(job: Job, processes: Processes, first: int, last: int, pa
 
 
 def spherical(first: torch.Tensor, last: torch.Tensor, fractions: torch.Tensor) -> torch.Tensor:
-    """From one noise to another, on the sphere where noise lies: a straight line would leave it by a third."""
+    """Interpolate noise on the sphere where noise lies: a straight line would leave it by a third."""
     device, first, last = first.device, first.cpu().double(), last.cpu().double()  # not every device has float64
     angle = torch.acos((first * last).sum() / (first.norm() * last.norm()))
     fractions = fractions.double()[:, None, None, None]
@@ -115,32 +88,26 @@ def spherical(first: torch.Tensor, last: torch.Tensor, fractions: torch.Tensor) 
     return between.float().to(device)
 
 
-def save_nearest(
-    images: torch.Tensor, training_images: InMemoryImages | StreamedImages, count: int, path: Path
-) -> None:
-    """Each image, and after a gap the training images that are nearest to it in pixels."""
-    indices = nearest(images, training_images, count)
-    neighbours = _whole(training_images, indices.flatten()).unflatten(0, indices.shape)
-    rows = torch.cat([images[:, None], neighbours], dim=1)
-    save(
-        side_by_side(
-            {
-                "generated": image_grid(rows[:, 0], columns=1),
-                "nearest training images, nearest first": image_grid(rows[:, 1:].flatten(0, 1), columns=count),
-            }
-        ),
-        path,
-    )
+def save_nearest(images: torch.Tensor, options: OutputOptions, model: SavedModel, path: Path) -> None:
+    """Draw each image, and after a gap the training images that are nearest to it in pixels."""
+    training_images = images_to_compare(model, options)
+    indices = nearest(images, training_images, min(options.nearest, len(training_images)))
+    neighbours = at_centre(training_images, indices.flatten())
+    pictures = {
+        "generated": image_grid(images, columns=1),
+        "nearest training images, nearest first": image_grid(neighbours, columns=indices.shape[1]),
+    }
+    save(side_by_side(pictures), path)
 
 
 def nearest(images: torch.Tensor, training_images: InMemoryImages | StreamedImages, count: int) -> torch.Tensor:
-    """Indices [n, count] of the training images at the least distance, a part of them at a time."""
+    """Return the indices [n, count] of the training images at the least distance; a part of them at a time."""
     flat = images.flatten(1).float()
     best = torch.full((len(images), count), torch.inf)
     indices = torch.zeros((len(images), count), dtype=torch.long)
     parts = torch.arange(len(training_images)).split(IMAGES_COMPARED_AT_ONCE)
     for part in progress_bar(iterable=parts, desc="Nearest training images", leave=False):
-        others = _whole(training_images, part).flatten(1).float()
+        others = at_centre(training_images, part).flatten(1).float()
         # The difference itself: |a|^2 - 2ab + |b|^2 loses what tells near images apart.
         distances = torch.stack([(others - image).square().sum(1) for image in flat])
         best, order = torch.cat([best, distances], dim=1).topk(count, largest=False)
@@ -148,35 +115,24 @@ def nearest(images: torch.Tensor, training_images: InMemoryImages | StreamedImag
     return indices
 
 
-def _whole(training_images: InMemoryImages | StreamedImages, indices: torch.Tensor) -> torch.Tensor:
+def at_centre(training_images: InMemoryImages | StreamedImages, indices: torch.Tensor) -> torch.Tensor:
+    """Return training images cropped at the centre, where they are larger than the model's."""
     return training_images.crops(indices, torch.full((len(indices), 2), 0.5))
 
 
-def load_training_images(
-    run: Path, shape: tuple[int, int, int], dataset_name: str | None, train_data_dir: str | None
-) -> InMemoryImages | StreamedImages:
-    """The images that a run was trained on, or those that are named, in the model's size."""
-    config = {"dataset_name": dataset_name, "train_data_dir": train_data_dir}
-    if not (dataset_name or train_data_dir):
-        if not RunFolder(run).config_file.exists():
-            raise UserError(
-                "--nearest: the model is not of a run; name its images with --dataset_name or --train_data_dir"
-            )
-        config = vars(RunFolder(run).read_config())
-    names = "dataset_name dataset_config_name train_data_dir image_column cache_dir max_train_samples".split()
-    source = load_images(**{name: config.get(name) for name in names})
-    channels, height, width = shape
+def images_to_compare(model: SavedModel, options: OutputOptions) -> InMemoryImages | StreamedImages:
+    """Load the images that the model was trained on, or those that are named, in the model's size."""
+    channels, height, width = model.shape
+    run = RunFolder(model.home)
+    if options.dataset_name or options.train_data_dir:
+        named = {"dataset_name": options.dataset_name, "train_data_dir": options.train_data_dir}
+        config = TrainingConfig(**named, center_crop=True, on_bad_image="skip")
+    elif run.config_file.exists():
+        config = run.read_config()
+    else:
+        raise UserError("--nearest: the model is not of a run; name its images with --dataset_name or --train_data_dir")
+    source = load_images(config)
     if height != width:
         raise UserError("--nearest: compares square images only")
-    return prepare_images(
-        source,
-        resolution=height,
-        channels=channels,
-        center_crop=config.get("center_crop", True),
-        memory_limit_bytes=int(config.get("in_memory_limit_gb", 8.0) * 2**30),
-        num_workers=default_num_workers(1),
-        on_bad_image=config.get("on_bad_image", "skip"),
-        cache_dir=default_cache_dir(),
-        work_here=True,
-        wait=lambda: None,
-    )
+    config = replace(config, resolution=height, channels=str(channels), dataloader_num_workers=None)
+    return load_training_images(config, source).images

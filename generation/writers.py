@@ -10,72 +10,83 @@ The last two are put together at the end from the files of parts/, one for each 
 from __future__ import annotations
 
 import io
-import os
+import itertools
 import shutil
 import zipfile
 import zlib
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import torch
 from PIL import Image
+from pyarrow import parquet
 
 from common import interruption
 from common.errors import RunFailed
-from common.files import replace_folder
+from common.files import replace_folder, written_aside
 from common.machine import MOST_WORKERS
 
 WRITTEN = ("images", "samples.npz", "data", ".data.tmp", ".data.old", "parts")  # by any of the formats
-MOST_WAITING = 64  # pieces of work: the threads hold the generation up rather than fill the memory
+MOST_PENDING = 64  # pieces of work: the threads hold the generation up rather than fill the memory
 IMAGES_PER_FOLDER = 1000
 ROWS_PER_SHARD = 10_000
 
+Row = tuple[Path, int]  # a file with several images, and the place of one of them in it
 
-class ImageWriter:
+
+@contextmanager
+def one_line_if_unwritable(folder: Path) -> Iterator[None]:
+    """Raise `RunFailed` instead of a traceback where a disk is full or gone."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(
+            f"{folder}: cannot be written ({error.strerror or error}); the images that are there are whole, "
+            f"and the same command continues with the missing ones"
+        ) from error
+
+
+class ImageWriter(AbstractContextManager):
     """Hands images to threads. What goes wrong there is raised here, as one line."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._threads = ThreadPoolExecutor(MOST_WORKERS, thread_name_prefix="writer")
-        self._waiting: deque[Future] = deque()
+        self._pending: deque[Future] = deque()
 
+    @abstractmethod
     def existing(self) -> set[int]:
-        """The seeds whose images are there."""
-        raise NotImplementedError
+        """Return the seeds whose images are there."""
 
+    @abstractmethod
     def write(self, seeds: list[int], images: torch.Tensor) -> None:
         """Begin to write uint8 images [n, channels, height, width]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, seeds: list[int]) -> torch.Tensor:
-        """Images that are there."""
-        raise NotImplementedError
+        """Read images that are there."""
 
-    def finish(self) -> None:
-        """All images are there: make of them what the format promises. The main process does this."""
+    def finish(self) -> None:  # noqa: B027, a format need not
+        """Make what the format promises of the images, which are all there; for the main process."""
 
-    def wait(self) -> None:
-        """Return when all that was begun is on the disk."""
-        while self._waiting:
-            self._result(self._waiting.popleft())
+    def wait(self, most_pending: int = 0) -> None:
+        """Wait until at most so many pieces of what was begun are not on the disk yet."""
+        while self._pending and (len(self._pending) > most_pending or self._pending[0].done()):
+            with one_line_if_unwritable(self.folder):
+                self._pending.popleft().result()
 
     def _begin(self, action: Callable, *arguments: object) -> None:
-        while self._waiting and (self._waiting[0].done() or len(self._waiting) >= MOST_WAITING):
-            self._result(self._waiting.popleft())
-        self._waiting.append(self._threads.submit(action, *arguments))
-
-    def _result(self, future: Future) -> None:
-        with said_in_one_line(self.folder):
-            future.result()
-
-    def __enter__(self) -> ImageWriter:
-        return self
+        self.wait(MOST_PENDING - 1)
+        self._pending.append(self._threads.submit(action, *arguments))
 
     def __exit__(self, kind: type | None, *failure) -> None:
-        """Also when something stopped the generation: what has been handed over is still written."""
+        """Write what has been handed over, also when something stopped the generation."""
         try:
             if kind is None or not issubclass(kind, RunFailed):
                 self.wait()
@@ -83,44 +94,20 @@ class ImageWriter:
             self._threads.shutdown(cancel_futures=True)
 
 
-class said_in_one_line:  # noqa: N801, it reads as a statement
-    """A full disk, or one that is gone, is not a traceback."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OSError):
-            raise RunFailed(
-                f"{self.folder}: cannot be written ({error.strerror or error}); the images that are there are whole, "
-                f"and the same command continues with the missing ones"
-            ) from error
-
-
 class PngFolder(ImageWriter):
+    """A file for each image."""
+
     def __init__(self, folder: Path, in_subfolders: bool):
         super().__init__(folder)
         self.in_subfolders = in_subfolders
 
     def path(self, seed: int) -> Path:
-        folder = self.folder / "images"
-        if self.in_subfolders:
-            folder /= f"{seed - seed % IMAGES_PER_FOLDER:06d}"
-        return folder / f"{seed:06d}.png"
+        subfolder = f"{seed - seed % IMAGES_PER_FOLDER:06d}" if self.in_subfolders else ""
+        return self.folder / "images" / subfolder / f"{seed:06d}.png"
 
     def existing(self) -> set[int]:
-        root = self.folder / "images"
-        folders = sorted(root.glob("[0-9]*/")) if self.in_subfolders else [root]
-        return {
-            int(entry.name.removesuffix(".png"))
-            for folder in folders
-            if folder.is_dir()
-            for entry in os.scandir(folder)
-            if entry.name.removesuffix(".png").isdecimal() and entry.stat().st_size > 0
-        }
+        files = (self.folder / "images").glob("*/*.png" if self.in_subfolders else "*.png")
+        return {int(path.stem) for path in files if path.stem.isdecimal() and path.stat().st_size > 0}
 
     def write(self, seeds: list[int], images: torch.Tensor) -> None:
         share = -(-len(seeds) // MOST_WORKERS)
@@ -131,46 +118,39 @@ class PngFolder(ImageWriter):
         for seed, image in zip(seeds, images, strict=True):
             path = self.path(seed)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with written_aside(path) as aside:
+            with written_aside(path, durable=False) as aside:
                 aside.write_bytes(as_png(image))
                 interruption.fault_point("image")
 
     def read(self, seeds: list[int]) -> torch.Tensor:
-        pixels = [np.atleast_3d(np.asarray(Image.open(self.path(seed)))) for seed in seeds]
-        return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
-
-
-class written_aside:  # noqa: N801
-    """A file appears under its name when it is whole."""
-
-    def __init__(self, path: Path):
-        self.path, self.aside = path, path.with_name(f".{path.name}.tmp")
-
-    def __enter__(self) -> Path:
-        return self.aside
-
-    def __exit__(self, kind: type | None, *failure) -> None:
-        if kind is None:
-            self.aside.replace(self.path)
-        else:
-            self.aside.unlink(missing_ok=True)
+        return decode(self.path(seed) for seed in seeds)
 
 
 def as_png(image: torch.Tensor) -> bytes:
-    """A uint8 image [channels, height, width], of 1, 3 or 4 channels."""
+    """Encode a uint8 image [channels, height, width], of 1, 3 or 4 channels."""
     pixels = image.permute(1, 2, 0).numpy()
     buffer = io.BytesIO()
     Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(buffer, format="png")
     return buffer.getvalue()
 
 
-class _Parts(ImageWriter):
-    """A file for each batch, put together at the end."""
+def decode(files: Iterable[Path | io.BytesIO]) -> torch.Tensor:
+    """Decode images of one size, [n, channels, height, width]."""
+    pixels = [np.atleast_3d(np.asarray(Image.open(file))) for file in files]
+    return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
+
+
+class PartsWriter(ImageWriter):
+    """A file for each batch, put together at the end.
+
+    A format reads the seeds and some of the images of a file, writes the part of a batch, and assembles all.
+    """
 
     suffix: str
+    finished: str  # what matches the files at the end
 
     def existing(self) -> set[int]:
-        return {seed for path in self._files() for seed in self._read_seeds(path)}
+        return set(self._rows())
 
     def write(self, seeds: list[int], images: torch.Tensor) -> None:
         self._begin(self._write, seeds, images)
@@ -179,156 +159,104 @@ class _Parts(ImageWriter):
         folder = self.folder / "parts"
         folder.mkdir(parents=True, exist_ok=True)
         digest = zlib.crc32(np.array(seeds).tobytes())
-        with written_aside(folder / f"{seeds[0]:06d}-{seeds[-1]:06d}-{digest:08x}{self.suffix}") as aside:
+        path = folder / f"{seeds[0]:06d}-{seeds[-1]:06d}-{digest:08x}{self.suffix}"
+        with written_aside(path, durable=False) as aside:
             self._write_part(aside, seeds, images)
             interruption.fault_point("image")
 
     def read(self, seeds: list[int]) -> torch.Tensor:
-        wanted, found = set(seeds), {}
-        for path in self._files():
-            held = self._read_seeds(path)
-            if wanted.intersection(held):
-                images = self._read_images(path)
-                found.update({seed: images[place] for place, seed in enumerate(held) if seed in wanted})
-        return torch.stack([found[seed] for seed in seeds])
+        ascending, rows = sorted(seeds), self._rows()
+        images = torch.cat([self._read_images(*run) for run in runs(rows[seed] for seed in ascending)])
+        image_of = dict(zip(ascending, images, strict=True))
+        return torch.stack([image_of[seed] for seed in seeds])
 
     def finish(self) -> None:
         """Put the parts together, unless that has been done."""
         if (self.folder / "parts").is_dir():
-            self._assemble()
+            self._assemble(self._rows())
             interruption.fault_point("assembled")
             shutil.rmtree(self.folder / "parts")
 
-    def _files(self) -> list[Path]:
-        """Where images are: the finished files and those of the parts."""
-        return [*self._finished(), *sorted((self.folder / "parts").glob(f"[0-9]*{self.suffix}"))]
-
-    def _in_order(self) -> Iterator[tuple[Path, list[int]]]:
-        """Every seed once, ascending, as runs of places in one file after the other."""
-        where = {}
-        for path in self._files():
+    def _rows(self) -> dict[int, Row]:
+        """Return where the image of each seed is, in the finished files or in the parts; ascending."""
+        rows: dict[int, Row] = {}
+        parts = sorted((self.folder / "parts").glob(f"[0-9]*{self.suffix}"))
+        for path in [*sorted(self.folder.glob(self.finished)), *parts]:
             for place, seed in enumerate(self._read_seeds(path)):
-                where.setdefault(seed, (path, place))
-        current, places = None, []
-        for seed in sorted(where):
-            path, place = where[seed]
-            if path != current and places:
-                yield current, places
-                places = []
-            current = path
-            places.append(place)
-        yield current, places
-
-    def _finished(self) -> Iterable[Path]:
-        raise NotImplementedError
-
-    def _read_seeds(self, path: Path) -> list[int]:
-        raise NotImplementedError
-
-    def _read_images(self, path: Path) -> torch.Tensor:
-        raise NotImplementedError
-
-    def _write_part(self, path: Path, seeds: list[int], images: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def _assemble(self) -> None:
-        raise NotImplementedError
+                rows.setdefault(seed, (path, place))
+        return dict(sorted(rows.items()))
 
 
-class NpzFile(_Parts):
-    suffix = ".npz"
+def runs(rows: Iterable[Row]) -> Iterator[tuple[Path, list[int]]]:
+    """Group rows that follow one another in one file."""
+    for path, run in itertools.groupby(rows, key=lambda row: row[0]):
+        yield path, [place for _, place in run]
 
-    def _finished(self) -> list[Path]:
-        path = self.folder / "samples.npz"
-        return [path] if path.exists() else []
+
+class NpzFile(PartsWriter):
+    suffix, finished = ".npz", "samples.npz"
 
     def _read_seeds(self, path: Path) -> list[int]:
         with np.load(path) as file:
             return file["seeds"].tolist()
 
-    def _read_images(self, path: Path) -> torch.Tensor:
+    def _read_images(self, path: Path, places: list[int]) -> torch.Tensor:
         with np.load(path) as file:
-            return torch.from_numpy(file["arr_0"]).permute(0, 3, 1, 2)
+            return torch.from_numpy(file["arr_0"][places]).permute(0, 3, 1, 2)
 
     def _write_part(self, path: Path, seeds: list[int], images: torch.Tensor) -> None:
         with path.open("wb") as file:
             np.savez(file, arr_0=images.permute(0, 2, 3, 1).numpy(), seeds=np.array(seeds))
 
-    def _assemble(self) -> None:
-        """Written as it is read, so that the whole need not fit in memory."""
-        seeds = sorted(self.existing())
+    def _assemble(self, rows: dict[int, Row]) -> None:
+        """Write as it is read, so that the whole need not fit in memory."""
         with written_aside(self.folder / "samples.npz") as aside, zipfile.ZipFile(aside, "w") as archive:
             with archive.open("arr_0.npy", "w", force_zip64=True) as file:
-                header_written = False
-                for path, places in self._in_order():
+                for number, (path, places) in enumerate(runs(rows.values())):
                     with np.load(path) as part:
                         images = part["arr_0"][places]
-                    if not header_written:
-                        header = {"descr": "|u1", "fortran_order": False, "shape": (len(seeds), *images.shape[1:])}
+                    if number == 0:
+                        header = {"descr": "|u1", "fortran_order": False, "shape": (len(rows), *images.shape[1:])}
                         np.lib.format.write_array_header_1_0(file, header)
-                        header_written = True
                     file.write(images.tobytes())
             with archive.open("seeds.npy", "w") as file:
-                np.lib.format.write_array(file, np.array(seeds))
+                np.lib.format.write_array(file, np.array(list(rows)))
 
 
-class ParquetFolder(_Parts):
-    suffix = ".parquet"
-
-    def _finished(self) -> list[Path]:
-        return sorted((self.folder / "data").glob("train-*.parquet"))
+class ParquetFolder(PartsWriter):
+    suffix, finished = ".parquet", "data/train-*.parquet"
 
     def _read_seeds(self, path: Path) -> list[int]:
-        import pyarrow.parquet
+        return parquet.read_table(path, columns=["seed"])["seed"].to_pylist()
 
-        return pyarrow.parquet.read_table(path, columns=["seed"])["seed"].to_pylist()
-
-    def _read_images(self, path: Path) -> torch.Tensor:
-        import pyarrow.parquet
-
-        files = pyarrow.parquet.read_table(path, columns=["image"])["image"].to_pylist()
-        pixels = [np.atleast_3d(np.asarray(Image.open(io.BytesIO(file["bytes"])))) for file in files]
-        return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
+    def _read_images(self, path: Path, places: list[int]) -> torch.Tensor:
+        files = parquet.read_table(path, columns=["image"]).take(places)["image"].to_pylist()
+        return decode(io.BytesIO(file["bytes"]) for file in files)
 
     def _write_part(self, path: Path, seeds: list[int], images: torch.Tensor) -> None:
-        import pyarrow
-        import pyarrow.parquet
+        from datasets import Features, Value
+        from datasets import Image as ImageFeature
 
+        # With what `datasets` needs to know that the bytes are images.
+        schema = Features({"image": ImageFeature(), "seed": Value("int64")}).arrow_schema
         files = [{"bytes": as_png(image), "path": f"{seed:06d}.png"} for seed, image in zip(seeds, images, strict=True)]
-        table = pyarrow.Table.from_pydict({"image": files, "seed": seeds}, schema=_schema())
-        pyarrow.parquet.write_table(table, path)
+        parquet.write_table(pyarrow.Table.from_pydict({"image": files, "seed": seeds}, schema=schema), path)
 
-    def _assemble(self) -> None:
-        import pyarrow.parquet
-
-        total = len(self.existing())
-        shards = -(-total // ROWS_PER_SHARD)
+    def _assemble(self, rows: dict[int, Row]) -> None:
         aside = self.folder / ".data.tmp"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        waiting, waiting_rows, number = [], 0, 0
-        for path, places in self._in_order():
-            table = pyarrow.parquet.read_table(path).take(places)
-            waiting.append(table)
-            waiting_rows += len(places)
-            while waiting_rows >= ROWS_PER_SHARD or (number * ROWS_PER_SHARD + waiting_rows == total and waiting_rows):
-                rows = pyarrow.concat_tables(waiting)
-                name = f"train-{number:05d}-of-{shards:05d}.parquet"
-                pyarrow.parquet.write_table(rows.slice(0, ROWS_PER_SHARD), aside / name)
-                waiting, number = [rows.slice(ROWS_PER_SHARD)], number + 1
-                waiting_rows = len(waiting[0])
+        in_order = list(rows.values())
+        shards = [in_order[start : start + ROWS_PER_SHARD] for start in range(0, len(in_order), ROWS_PER_SHARD)]
+        for number, shard in enumerate(shards):
+            tables = [parquet.read_table(path).take(places) for path, places in runs(shard)]
+            name = f"train-{number:05d}-of-{len(shards):05d}.parquet"
+            parquet.write_table(pyarrow.concat_tables(tables), aside / name)
         replace_folder(aside, self.folder / "data")
 
 
-def _schema():
-    """With what `datasets` needs to know that the bytes are images."""
-    from datasets import Features, Value
-    from datasets import Image as ImageFeature
-
-    return Features({"image": ImageFeature(), "seed": Value("int64")}).arrow_schema
-
-
 def open_writer(folder: Path, image_format: str, in_subfolders: bool) -> ImageWriter:
+    """Return the writer of a format."""
     if image_format == "png":
         return PngFolder(folder, in_subfolders)
     return {"npz": NpzFile, "parquet": ParquetFolder}[image_format](folder)

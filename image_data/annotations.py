@@ -1,19 +1,26 @@
 """What a data set says of its images besides their pixels: classes and captions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from common.errors import UserError
-from image_data.sources import ImageSource
-from preparation.layouts import ANIMALS10
+from image_data.sources import ImageSource, check_column
 
-LABEL_COLUMNS = ("label", "labels", "class")
-CAPTION_COLUMNS = ("caption", "captions", "text", "prompt")
+# In order of preference. The last of each may mean something else, and counts where there is none of the others.
+LABEL_COLUMNS = ("label", "labels", "class", "class_name")
+CAPTION_COLUMNS = ("caption", "captions", "text", "prompt", "description")
 
 DEFAULT_TEMPLATES = ["a photo of a {class}"]
 NUMERALS = "zero one two three four five six seven eight nine".split()
+
+# The folders of Animals-10 have Italian names.
+ANIMALS10 = {
+    "cane": "dog", "cavallo": "horse", "elefante": "elephant", "farfalla": "butterfly", "gallina": "chicken",
+    "gatto": "cat", "mucca": "cow", "pecora": "sheep", "ragno": "spider", "scoiattolo": "squirrel",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -24,40 +31,40 @@ class Labels:
     of_row: torch.Tensor  # int64, into `names`
 
 
-def spoken(class_name: str) -> str:
-    """A class as a caption says it: `polka_dotted` is polka dotted, 7 is seven."""
-    is_digit = len(class_name) == 1 and class_name.isdecimal()
-    return NUMERALS[int(class_name)] if is_digit else class_name.replace("_", " ").replace("-", " ")
+def class_in_words(name: str) -> str:
+    """Return a class as a caption says it: `polka_dotted` is polka dotted, 7 is seven."""
+    is_digit = len(name) == 1 and name.isdecimal()
+    return NUMERALS[int(name)] if is_digit else name.replace("_", " ").replace("-", " ")
 
 
-def templates_filled(templates: list[str], class_names: list[str]) -> list[list[str]]:
-    """The captions of each class."""
+def fill_templates(templates: list[str], class_names: list[str]) -> list[list[str]]:
+    """Return the captions of each class."""
     templates = templates or DEFAULT_TEMPLATES
-    return [[template.replace("{class}", spoken(name)) for template in templates] for name in class_names]
+    return [[template.replace("{class}", class_in_words(name)) for template in templates] for name in class_names]
 
 
 def find_labels(source: ImageSource, label_column: str | None = None) -> Labels:
-    """The classes in the column that is named, in the only one there is, or by the folders the images are in."""
+    """Return the classes in the named column, in the only one there is, or of the folders the images are in."""
     column = _label_column(source, label_column)
     labels = _labels_of_folders(source) if column is None else _labels_of_column(source, column)
     if len(labels.names) < 2:
-        raise UserError(f"{_where(source)}: all images are of one class ({labels.names[0]}); a condition needs several")
-    if set(labels.names) <= ANIMALS10.keys():  # nobody types the Italian names of its folders to see an animal
+        raise UserError(f"{source}: all images are of one class ({labels.names[0]}); a condition needs several")
+    if set(labels.names) <= ANIMALS10.keys():  # nobody types Italian names to see an animal
         return Labels([ANIMALS10[name] for name in labels.names], labels.of_row)
     return labels
 
 
 def find_captions(source: ImageSource, caption_column: str | None = None) -> list[list[str]] | None:
-    """The captions of every row, one or several of each; None if no column is named and none is found."""
+    """Return the captions of every row, one or several of each; None if no column is named and none is found."""
     if caption_column is not None:
-        _check_column(source, "caption_column", caption_column)
-    found = [caption_column] if caption_column else [name for name in CAPTION_COLUMNS if name in _columns(source)]
+        check_column("caption_column", caption_column, source.annotation_columns)
+    found = [caption_column] if caption_column else _usual_columns(source, CAPTION_COLUMNS)
     if not found:
         return None
     if len(found) > 1:
-        raise UserError(f"{_where(source)} has several captions; name one with --caption_column: {', '.join(found)}")
+        raise UserError(f"{source} has several captions; name one with --caption_column: {', '.join(found)}")
     captions = []
-    for row, value in enumerate(_values(source, found[0])):
+    for row, value in enumerate(source.values(found[0])):
         several = [value] if isinstance(value, str) else value
         if not (isinstance(several, list) and several and all(isinstance(caption, str) for caption in several)):
             raise UserError(f"{source.describe(row)}: column '{found[0]}' holds no caption but {value!r}")
@@ -69,27 +76,25 @@ def _label_column(source: ImageSource, wanted: str | None) -> str | None:
     import datasets
 
     if wanted is not None:
-        _check_column(source, "label_column", wanted)
+        check_column("label_column", wanted, source.annotation_columns)
         return wanted
     classes = [name for name, feature in source.dataset.features.items() if isinstance(feature, datasets.ClassLabel)]
-    found = classes or [name for name in LABEL_COLUMNS if name in _columns(source)]
+    found = classes or _usual_columns(source, LABEL_COLUMNS)
     if len(found) > 1:
-        raise UserError(
-            f"{_where(source)} has several columns of classes; name one with --label_column: {', '.join(found)}"
-        )
+        raise UserError(f"{source} has several columns of classes; name one with --label_column: {', '.join(found)}")
     return found[0] if found else None
 
 
 def _labels_of_column(source: ImageSource, column: str) -> Labels:
     import datasets
 
-    feature, values = source.dataset.features[column], _values(source, column)
+    feature, values = source.dataset.features[column], source.values(column)
     if isinstance(feature, datasets.ClassLabel):
         names, number_of = feature.names, {number: number for number in range(feature.num_classes)}
     else:
         kinds = {type(value) for value in values} - {type(None)}
         if kinds not in ({str}, {int}):
-            raise UserError(f"--label_column {column}: {_where(source)} holds no classes there but {feature}")
+            raise UserError(f"--label_column {column}: {source} holds no classes there but {feature}")
         distinct = sorted({value for value in values if value is not None})
         names, number_of = [str(value) for value in distinct], {value: n for n, value in enumerate(distinct)}
     for row, value in enumerate(values):
@@ -103,25 +108,14 @@ def _labels_of_folders(source: ImageSource) -> Labels:
     names = sorted(set(folders))
     if not Path(source.describe(0)).is_absolute() or len(names) < 2:
         raise UserError(
-            f"{_where(source)} has neither a column of classes nor a folder for each; "
-            f"name the column with --label_column, one of: {', '.join(_columns(source))}"
+            f"{source} has neither a column of classes nor a folder for each; "
+            f"name the column with --label_column, one of: {', '.join(source.annotation_columns)}"
         )
     number_of = {name: number for number, name in enumerate(names)}
     return Labels(names, torch.tensor([number_of[folder] for folder in folders]))
 
 
-def _check_column(source: ImageSource, flag: str, column: str) -> None:
-    if column not in _columns(source):
-        raise UserError(f"`--{flag}' value '{column}' needs to be one of: {', '.join(_columns(source))}")
-
-
-def _columns(source: ImageSource) -> list[str]:
-    return [name for name in source.dataset.column_names if name != source.image_column]
-
-
-def _values(source: ImageSource, column: str) -> list:
-    return source.dataset.select_columns(column).with_format(None)[:][column]
-
-
-def _where(source: ImageSource) -> str:
-    return f"{source.name}[{source.split}]"
+def _usual_columns(source: ImageSource, names: Sequence[str]) -> list[str]:
+    """Return those of the names that are columns; the last one only if the others are not."""
+    columns = source.annotation_columns
+    return [name for name in names[:-1] if name in columns] or [name for name in names[-1:] if name in columns]

@@ -19,7 +19,7 @@ from image_data.workers import load_in_workers
 
 if TYPE_CHECKING:
     from common.processes import Processes
-    from image_data.training_images import TrainingImages
+    from image_data.store import TrainingImages
 
 
 @functools.lru_cache(maxsize=2)  # consecutive steps share an epoch, or straddle two

@@ -27,100 +27,12 @@ SIDEWAYS = (5, 6, 7, 8)
 
 
 class UndecodableImage(ValueError):
-    """These bytes are no image that can be trained on; the message is the reason, in a few words."""
-
-
-def decode_image(data: bytes, channels: int, resolution: int, center_crop: bool) -> np.ndarray:
-    """The image as uint8 [channels, height, width], its shorter side being `resolution`.
-
-    One channel is luma, three are RGB, four are RGBA. With `center_crop` the result is a square; without, the longer
-    side is kept, for crops to be drawn from it later.
-    """
-    with _one_kind_of_error():
-        image = Image.open(io.BytesIO(data))
-        image.load()
-        orientation = _orientation(image)
-        image = _in_eight_bits(image, data)
-        if orientation in UPRIGHT:
-            image = image.transpose(UPRIGHT[orientation])
-        image = _resize(_in_mode(image, MODES[channels]), resolution)
-        if center_crop:
-            left, top = (image.width - resolution) // 2, (image.height - resolution) // 2
-            image = image.crop((left, top, left + resolution, top + resolution))
-        pixels = np.asarray(image).reshape(image.height, image.width, channels)
-        return np.ascontiguousarray(pixels.transpose(2, 0, 1))
-
-
-def is_grey(data: bytes) -> bool:
-    """Whether the file's header says that the image has no colour."""
-    with _one_kind_of_error():
-        image = Image.open(io.BytesIO(data))
-        if image.mode == "P":
-            return _palette_is_grey(image)
-        # Pillow widens a 16-bit PNG of grey and alpha to RGBA; what it reads from tells the two apart.
-        widened = image.mode == "RGBA" and any(str(tile.args).startswith("LA") for tile in image.tile)
-        return image.mode in GREY_MODES or image.mode.startswith("I;16") or widened
-
-
-def aspect_ratio(data: bytes) -> float:
-    """The longer side over the shorter one, from the file's header."""
-    with _one_kind_of_error():
-        size = Image.open(io.BytesIO(data)).size
-        return max(size) / min(size)
-
-
-def shorter_side(data: bytes) -> int:
-    """In pixels, from the file's header."""
-    with _one_kind_of_error():
-        return min(Image.open(io.BytesIO(data)).size)
-
-
-def upright_size(data: bytes) -> tuple[int, int]:
-    """Height and width, turned as the file says, from its header."""
-    with _one_kind_of_error():
-        image = Image.open(io.BytesIO(data))
-        width, height = _turned(image.size, _orientation(image))
-        return height, width
-
-
-def plain_suffix(data: bytes, channels: int) -> str | None:
-    """The suffix of a file from which every program reads the same upright 8-bit image of these channels, else None."""
-    with _one_kind_of_error():
-        image = Image.open(io.BytesIO(data))
-        deep = data.startswith(PNG_SIGNATURE) and data[PNG_BIT_DEPTH] == 16
-        odd = deep or image.has_transparency_data or _orientation(image) != 1 or getattr(image, "is_animated", False)
-        return PLAIN_FORMATS.get(image.format) if image.mode == MODES[channels] and not odd else None
-
-
-@dataclass(frozen=True)
-class Inspected:
-    """What there is to say about an image."""
-
-    width: int  # upright, like the height
-    height: int
-    mode: str  # as it is stored
-    kind: str  # JPEG, PNG, ...
-    grey: np.ndarray  # uint8 [side, side]: all of it, in small
-
-
-def inspect_image(data: bytes, side: int) -> Inspected:
-    """Read all of an image, as `decode_image` does, but of a JPEG compute only as many pixels as are looked at."""
-    with _one_kind_of_error():
-        image = Image.open(io.BytesIO(data))
-        size, mode, kind = image.size, image.mode, image.format
-        image.draft("L", (2 * side, 2 * side))
-        image.load()
-        orientation = _orientation(image)
-        image = _in_mode(_in_eight_bits(image, data), "L")
-        if orientation in UPRIGHT:
-            image = image.transpose(UPRIGHT[orientation])
-        width, height = _turned(size, orientation)
-        return Inspected(width, height, mode, kind, np.asarray(image.resize((side, side), Image.Resampling.BICUBIC)))
+    """Raised for bytes that are no image to train on; the message is the reason, in a few words."""
 
 
 @contextmanager
-def _one_kind_of_error() -> Iterator[None]:
-    """Everything Pillow raises on damaged files, of which there are a dozen types, as `UndecodableImage`."""
+def errors_as_undecodable() -> Iterator[None]:
+    """Turn whatever the system or Pillow raises on damaged files, a dozen types, into `UndecodableImage`."""
     try:
         with warnings.catch_warnings():
             # Of Pillow's many remarks on odd files only the one on decompression bombs matters, and it is a refusal.
@@ -132,8 +44,85 @@ def _one_kind_of_error() -> Iterator[None]:
     except UnidentifiedImageError as error:
         raise UndecodableImage("not an image of a known format") from error
     except Exception as error:
-        reason = str(error).strip().split("\n")[0][:200]
+        reason = (getattr(error, "strerror", None) or str(error)).strip().split("\n")[0][:200]
         raise UndecodableImage(reason or type(error).__name__) from error
+
+
+def decode_image(data: bytes, channels: int, resolution: int, center_crop: bool) -> np.ndarray:
+    """Return the image as uint8 [channels, height, width], its shorter side being `resolution`.
+
+    One channel is luma, three are RGB, four are RGBA. With `center_crop` the result is a square; without, the longer
+    side is kept, for crops to be drawn from it later.
+    """
+    with errors_as_undecodable():
+        image = _resize(_upright(Image.open(io.BytesIO(data)), data, MODES[channels]), resolution)
+        if center_crop:
+            left, top = (image.width - resolution) // 2, (image.height - resolution) // 2
+            image = image.crop((left, top, left + resolution, top + resolution))
+        pixels = np.asarray(image).reshape(image.height, image.width, channels)
+        return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def is_grey(data: bytes) -> bool:
+    """Return whether the file's header says that the image has no colour."""
+    with errors_as_undecodable():
+        image = Image.open(io.BytesIO(data))
+        if image.mode == "P":
+            return _palette_is_grey(image)
+        # Pillow widens a 16-bit PNG of grey and alpha to RGBA; what it reads from tells the two apart.
+        widened = image.mode == "RGBA" and any(str(tile.args).startswith("LA") for tile in image.tile)
+        return image.mode in GREY_MODES or image.mode.startswith("I;16") or widened
+
+
+def stored_size(data: bytes) -> tuple[int, int]:
+    """Return height and width from the file's header, before the image is turned."""
+    with errors_as_undecodable():
+        return Image.open(io.BytesIO(data)).size[::-1]
+
+
+def upright_size(data: bytes) -> tuple[int, int]:
+    """Return height and width of the image when turned as the file says."""
+    with errors_as_undecodable():
+        image = Image.open(io.BytesIO(data))
+        return _turned(image.size, _orientation(image))[::-1]
+
+
+def plain_suffix(data: bytes, channels: int) -> str | None:
+    """Return a suffix if every program reads the same upright 8-bit image of these channels from the file as it is."""
+    with errors_as_undecodable():
+        image = Image.open(io.BytesIO(data))
+        deep = data.startswith(PNG_SIGNATURE) and data[PNG_BIT_DEPTH] == 16
+        odd = deep or image.has_transparency_data or _orientation(image) != 1 or getattr(image, "is_animated", False)
+        return PLAIN_FORMATS.get(image.format) if image.mode == MODES[channels] and not odd else None
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """The properties of an image file."""
+
+    width: int  # upright, like the height
+    height: int
+    mode: str  # as it is stored
+    kind: str  # JPEG, PNG, ...
+    grey: np.ndarray  # uint8 [side, side]: all of it, in small
+
+
+def inspect_image(data: bytes, side: int) -> Inspected:
+    """Read all of an image, as `decode_image` does, but of a JPEG compute only as many pixels as are looked at."""
+    with errors_as_undecodable():
+        image = Image.open(io.BytesIO(data))
+        size, mode, kind = image.size, image.mode, image.format
+        image.draft("L", (2 * side, 2 * side))
+        grey = _upright(image, data, "L").resize((side, side), Image.Resampling.BICUBIC)
+        return Inspected(*_turned(size, _orientation(image)), mode, kind, np.asarray(grey))
+
+
+def _upright(image: Image.Image, data: bytes, mode: str) -> Image.Image:
+    """Load an opened image in this mode, turned as the file says."""
+    image.load()
+    turn = UPRIGHT.get(_orientation(image))
+    image = _in_mode(_in_eight_bits(image, data), mode)
+    return image if turn is None else image.transpose(turn)
 
 
 def _orientation(image: Image.Image) -> int:
@@ -149,7 +138,7 @@ def _turned(size: tuple[int, int], orientation: int) -> tuple[int, int]:
 
 
 def _in_eight_bits(image: Image.Image, data: bytes) -> Image.Image:
-    """The image in mode L, RGB or RGBA, whatever it is stored as."""
+    """Return the image in mode L, RGB or RGBA, whatever it is stored as."""
     if data.startswith(PNG_SIGNATURE) and data[PNG_BIT_DEPTH] == 16:
         return _sixteen_bit_png(data)
     if image.mode.startswith("I"):
@@ -178,7 +167,7 @@ def _sixteen_bit_png(data: bytes) -> Image.Image:
 
 
 def _grey(values: np.ndarray, accepted: str) -> Image.Image:
-    """Values in [0, 1] as an image of mode L; others mean that what they stand for is unknown."""
+    """Return values in [0, 1] as an image of mode L; raise for others, of which nobody knows what they stand for."""
     if not (values.min() >= 0 and values.max() <= 1):
         raise UndecodableImage(f"grey values outside {accepted}")
     return Image.fromarray(np.rint(values.astype(np.float64) * 255).astype(np.uint8))

@@ -12,7 +12,7 @@ LONGEST_LINE = 24  # characters of a row's name
 
 
 def image_grid(images: torch.Tensor, columns: int, smallest_tile: int = SMALLEST_TILE) -> Image.Image:
-    """uint8 images [n, channels, height, width] as one picture; small ones are enlarged by a whole factor."""
+    """Draw uint8 images [n, channels, height, width] as one picture; small ones are enlarged by a whole factor."""
     from torchvision.utils import make_grid  # two seconds to import, needed only where a grid is drawn
 
     factor = max(1, -(-smallest_tile // images.shape[-1]))
@@ -22,7 +22,7 @@ def image_grid(images: torch.Tensor, columns: int, smallest_tile: int = SMALLEST
 
 
 def side_by_side(pictures: dict[str, Image.Image], rows: Sequence[str] = ()) -> Image.Image:
-    """Pictures in a row, each under its caption; `rows` are the names of the rows that all of them have."""
+    """Draw pictures in a row, each under its caption; `rows` are the names of the rows that all of them have."""
     gap, font = 12, ImageFont.load_default(14)
     height = max(picture.height for picture in pictures.values())
     if rows:
@@ -40,7 +40,7 @@ def side_by_side(pictures: dict[str, Image.Image], rows: Sequence[str] = ()) -> 
 
 
 def beside_names(picture: Image.Image, rows: Sequence[str]) -> Image.Image:
-    """A grid with the names of its rows, if there are any, at its left."""
+    """Add the names of its rows, if there are any, at the left of a grid."""
     if not rows:
         return picture
     names = names_of_rows(rows, picture.height)
@@ -51,7 +51,7 @@ def beside_names(picture: Image.Image, rows: Sequence[str]) -> Image.Image:
 
 
 def names_of_rows(names: Sequence[str], height: int) -> Image.Image:
-    """A picture of this height with the names of as many rows, each on one or more lines."""
+    """Draw the names of as many rows, each on one or more lines, in a column of this height."""
     lines = [textwrap.wrap(name, LONGEST_LINE) for name in names]
     font = ImageFont.load_default(14)
     width = max(font.getlength(line) for several in lines for line in several)

@@ -3,19 +3,47 @@
 import glob
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from common.errors import UserError
-from image_data.decode import UndecodableImage, is_grey
+import numpy as np
+
+from common.errors import UserError, first_cause
+from image_data.decode import UndecodableImage, errors_as_undecodable, is_grey
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
+    from common.processes import Processes
+
 DIGITS = "digits"
+BRIGHTEST_DIGIT = 16  # scikit-learn keeps grey levels from 0 to 16
 SAMPLED_FOR_CHANNELS = 256
+
+
+class DatasetChoice(Protocol):
+    """The options that name a data set, whichever script they belong to."""
+
+    dataset_name: str | None
+    dataset_config_name: str | None
+    train_data_dir: str | None
+    image_column: str | None
+    cache_dir: str | None
+    max_train_samples: int | None
+
+
+@dataclass(frozen=True)
+class NamedDataset:
+    """A `DatasetChoice` for callers without options of that kind."""
+
+    dataset_name: str | None = None
+    dataset_config_name: str | None = None
+    train_data_dir: str | None = None
+    image_column: str | None = None
+    cache_dir: str | None = None
+    max_train_samples: int | None = None
 
 
 @dataclass
@@ -35,27 +63,36 @@ class ImageSource:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def __str__(self) -> str:
+        return f"{self.name}[{self.split}]"
+
+    @property
+    def annotation_columns(self) -> list[str]:
+        return [name for name in self.dataset.column_names if name != self.image_column]
+
+    def values(self, column: str) -> list:
+        """Return what a column holds in every row."""
+        return self.dataset.select_columns(column).with_format(None)[:][column]
+
     def read(self, index: int) -> bytes:
-        """The bytes of an image file; `UndecodableImage` if it cannot be read."""
+        """Return the bytes of an image file; raise `UndecodableImage` if it cannot be read."""
         image = self._images[index][self.image_column]
         if image is None:
             raise UndecodableImage("there is no image in this row")
         if image["bytes"] is not None:
             return image["bytes"]
-        try:
+        with errors_as_undecodable():
             return Path(image["path"]).read_bytes()
-        except OSError as error:
-            raise UndecodableImage(error.strerror or str(error)) from error
 
     def describe(self, index: int) -> str:
-        """Where the user finds this image."""
+        """Tell the user where this image is."""
         image = self._images[index][self.image_column]
         if image is not None and image["bytes"] is None:
             return image["path"]
-        return f"row {self.rows[index]} of {self.name}[{self.split}]"
+        return f"row {self.rows[index]} of {self}"
 
     def detect_channels(self) -> int:
-        """1 if all images of an even sample are grey, otherwise 3."""
+        """Return 1 if all images of an even sample are grey, otherwise 3."""
         readable = 0
         for index in spread(len(self), SAMPLED_FOR_CHANNELS):
             try:
@@ -67,46 +104,36 @@ class ImageSource:
         return 1 if readable else 3
 
 
-def load_images(
-    dataset_name: str | None = None,
-    dataset_config_name: str | None = None,
-    train_data_dir: str | None = None,
-    split: str = "train",
-    image_column: str | None = None,
-    cache_dir: str | None = None,
-    max_train_samples: int | None = None,
-) -> ImageSource:
-    """Open the images a user names.
+def open_source(choice: DatasetChoice, processes: "Processes") -> ImageSource:
+    """Open the images of a run; the main process of each machine goes first, and downloads what is missing."""
+    from datasets.utils.logging import disable_progress_bar
+
+    if not processes.is_local_main:
+        disable_progress_bar()
+    with processes.main_first():
+        return load_images(choice)
+
+
+def load_images(choice: DatasetChoice, split: str = "train") -> ImageSource:
+    """Open the images a user names. Nothing is decoded yet.
 
     `dataset_name` is "digits", a local folder in any layout that `datasets` reads, or a data set on the Hub;
     `train_data_dir` is a folder of images. `max_train_samples` keeps that many rows, evenly spread: folders are sorted
     by class, and the first rows would be of one class alone.
     """
-    if (dataset_name is None) == (train_data_dir is None):
-        raise UserError("name the images with either --dataset_name or --train_data_dir, and not with both")
-    if train_data_dir is not None:
-        name, splits = Path(train_data_dir).resolve().name, _image_folder(train_data_dir, split, cache_dir)
-    elif dataset_name == DIGITS:
-        name, splits = DIGITS, _digits()
-    elif _is_path(dataset_name):
-        name = Path(dataset_name).expanduser().resolve().name
-        splits = _local_folder(dataset_name, dataset_config_name, split, cache_dir)
-    else:
-        name, splits = dataset_name, _from_hub(dataset_name, dataset_config_name, cache_dir)
-
-    if max_train_samples is not None and max_train_samples < 1:
-        raise UserError(f"--max_train_samples {max_train_samples} must be 1 or more")
+    if choice.max_train_samples is not None and choice.max_train_samples < 1:
+        raise UserError(f"--max_train_samples {choice.max_train_samples} must be 1 or more")
+    name, splits = _load_splits(choice, split)
     if split not in splits:
         raise UserError(f"{name} has no split '{split}'; it has: {', '.join(splits)}")
     dataset = splits[split]
     if len(dataset) == 0:
         raise UserError(f"{name}[{split}] is empty")
-    image_column = _find_image_column(dataset, image_column, f"{name}[{split}]")
-    rows = range(len(dataset))
+    image_column = _find_image_column(dataset, choice.image_column, f"{name}[{split}]")
     # `datasets` derives it from the files' names and modification times, from the Hub's commit, or from the content.
     fingerprint = dataset._fingerprint
-    if max_train_samples is not None and max_train_samples < len(dataset):
-        rows = spread(len(dataset), max_train_samples)
+    rows = spread(len(dataset), choice.max_train_samples or len(dataset))
+    if len(rows) < len(dataset):
         dataset = dataset.select(rows)
     identity = (fingerprint, split, image_column, len(rows))
     return ImageSource(
@@ -120,12 +147,35 @@ def load_images(
 
 
 def spread(total: int, count: int) -> Sequence[int]:
-    """At most `count` of `range(total)`, evenly spread."""
+    """Return at most `count` numbers of `range(total)`, evenly spread."""
     return range(total) if count >= total else [position * total // count for position in range(count)]
 
 
-def _is_path(name: str) -> bool:
-    return Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+def _load_splits(choice: DatasetChoice, split: str) -> "tuple[str, dict[str, Dataset] | DatasetDict]":
+    """Return the data set's name and its splits; a folder that has none becomes `split`."""
+    dataset_name, folder = choice.dataset_name, choice.train_data_dir
+    if (dataset_name is None) == (folder is None):
+        raise UserError("name the images with either --dataset_name or --train_data_dir, and not with both")
+    if folder is not None:
+        return Path(folder).resolve().name, _load_image_folder(folder, split, choice.cache_dir)
+    if dataset_name == DIGITS:
+        return DIGITS, {"train": load_digits()}
+    path = Path(dataset_name).expanduser()
+    if path.exists() or dataset_name.startswith((".", "/", "~")) or dataset_name.count("/") > 1:
+        return path.resolve().name, _load_local_folder(choice, split)
+    return dataset_name, _load_from_hub(choice)
+
+
+def load_digits() -> "Dataset":
+    """Return scikit-learn's handwritten digits, a real data set that needs no network: 1,797 grey images of 8x8."""
+    import datasets  # these two take long to import, and few runs need them
+    import sklearn.datasets
+
+    digits = sklearn.datasets.load_digits()
+    pixels = np.rint(digits.images * (255 / BRIGHTEST_DIGIT)).astype(np.uint8)
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=list("0123456789")))
+    # Its fingerprint is the hash of its content, hence the same everywhere.
+    return datasets.Dataset.from_dict({"image": list(pixels), "label": digits.target}, features=features, split="train")
 
 
 def _existing_folder(folder: str, flag: str) -> str:
@@ -139,14 +189,8 @@ def _existing_folder(folder: str, flag: str) -> str:
     return str(path)
 
 
-def _digits() -> dict[str, "Dataset"]:
-    from image_data.digits import load_digits
-
-    return {"train": load_digits()}
-
-
-def _image_folder(folder: str, split: str, cache_dir: str | None) -> "DatasetDict":
-    """Images in a folder or its sub-folders. Only sub-folders that are all named after splits count as splits.
+def _load_image_folder(folder: str, split: str, cache_dir: str | None) -> "DatasetDict":
+    """Load images from a folder and its sub-folders. Only if all sub-folders are named after splits are they splits.
 
     The folders are searched here, because `datasets` does not follow links, and guesses: one photo called `test_1.jpg`
     and it takes that one for the whole data set.
@@ -165,7 +209,7 @@ def _image_folder(folder: str, split: str, cache_dir: str | None) -> "DatasetDic
     try:
         return datasets.load_dataset("imagefolder", data_files=patterns, cache_dir=cache_dir)
     except Exception as error:
-        raise UserError(f"--train_data_dir {folder} cannot be read: {_reason(error)}") from error
+        raise UserError(f"--train_data_dir {folder} cannot be read: {_root_cause(error)}") from error
 
 
 def _folders_with_images(path: str) -> list[str]:
@@ -186,7 +230,7 @@ def _folders_with_images(path: str) -> list[str]:
 
 
 def _split_folders(path: str) -> dict[str, str]:
-    """The sub-folders by split if every one is named after a split (as in train/ and test/), otherwise nothing."""
+    """Return the sub-folders by split if every one is named after a split (as in train/ and test/), else nothing."""
     from datasets.data_files import SPLIT_KEYWORDS
 
     split_of = {keyword: str(split) for split, keywords in SPLIT_KEYWORDS.items() for keyword in keywords}
@@ -196,46 +240,50 @@ def _split_folders(path: str) -> dict[str, str]:
     return {split_of[folder.lower()]: os.path.join(path, folder) for folder in sorted(folders)}
 
 
-def _local_folder(
-    folder: str, config_name: str | None, split: str, cache_dir: str | None
-) -> "dict[str, Dataset] | DatasetDict":
-    """A folder as `datasets` reads it: parquet, CSV, images and more, or what `save_to_disk` wrote."""
+def _load_local_folder(choice: DatasetChoice, split: str) -> "dict[str, Dataset] | DatasetDict":
+    """Load a folder as `datasets` reads it: parquet, CSV, images and more, or what `save_to_disk` wrote."""
     import datasets
 
-    path = _existing_folder(folder, "--dataset_name")
+    path = _existing_folder(choice.dataset_name, "--dataset_name")
     try:
         if Path(path, datasets.config.DATASET_STATE_JSON_FILENAME).exists():
             return {split: datasets.load_from_disk(path)}
         if Path(path, datasets.config.DATASETDICT_JSON_FILENAME).exists():
             return datasets.load_from_disk(path)
-        return datasets.load_dataset(path, config_name, cache_dir=cache_dir)
+        return datasets.load_dataset(path, choice.dataset_config_name, cache_dir=choice.cache_dir)
     except datasets.data_files.EmptyDatasetError as error:
-        raise UserError(f"--dataset_name {folder}: there are no data in this folder ({path})") from error
+        raise UserError(f"--dataset_name {choice.dataset_name}: there are no data in this folder ({path})") from error
     except Exception as error:
-        raise UserError(f"--dataset_name {folder} cannot be read: {_reason(error)}") from error
+        raise UserError(f"--dataset_name {choice.dataset_name} cannot be read: {_root_cause(error)}") from error
 
 
-def _from_hub(name: str, config_name: str | None, cache_dir: str | None) -> "DatasetDict":
+def _load_from_hub(choice: DatasetChoice) -> "DatasetDict":
     import datasets
 
+    name = choice.dataset_name
     try:
-        return datasets.load_dataset(name, config_name, cache_dir=cache_dir)
+        return datasets.load_dataset(name, choice.dataset_config_name, cache_dir=choice.cache_dir)
     except Exception as error:
         offline = "; HF_HUB_OFFLINE is set" if datasets.config.HF_HUB_OFFLINE else ""
         raise UserError(
             f"--dataset_name {name} is neither a local folder ({Path(name).resolve()} does not exist) "
-            f"nor could it be loaded from the Hub ({_reason(error)}{offline})"
+            f"nor could it be loaded from the Hub ({_root_cause(error)}{offline})"
         ) from error
 
 
-def _reason(error: BaseException) -> str:
-    """The first line of the error beneath `datasets`' general ones."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    message = str(error).strip().split("\n")[0]
-    if "corresponds to no data" in message:  # how `datasets` says it of files without rows
+def _root_cause(error: BaseException) -> str:
+    """Return the first line of the error beneath `datasets`' general ones."""
+    cause = first_cause(error)
+    message = str(cause).strip().split("\n")[0]
+    if "corresponds to no data" in message:  # what `datasets` says about files without rows
         return "it is empty"
-    return f"{type(error).__name__}: {message}"
+    return f"{type(cause).__name__}: {message}"
+
+
+def check_column(flag: str, column: str, columns: Iterable[str]) -> None:
+    """Raise, in the words of the diffusers examples, if there is no such column."""
+    if column not in columns:
+        raise UserError(f"`--{flag}' value '{column}' needs to be one of: {', '.join(columns)}")
 
 
 def _find_image_column(dataset: "Dataset", wanted: str | None, where: str) -> str:
@@ -243,8 +291,7 @@ def _find_image_column(dataset: "Dataset", wanted: str | None, where: str) -> st
 
     columns = dataset.column_names
     if wanted is not None:
-        if wanted not in columns:
-            raise UserError(f"`--image_column' value '{wanted}' needs to be one of: {', '.join(columns)}")
+        check_column("image_column", wanted, columns)
         return wanted
     images = [
         column

@@ -10,136 +10,105 @@ Of a set that does not fit no pixels are kept, only the result of having looked 
 
 import contextlib
 import hashlib
+import itertools
 import json
-import os
+import logging
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
-from torch.utils.data import Dataset
 
 from common.errors import UserError
-from common.progress import progress_bar
-from image_data.decode import UndecodableImage, aspect_ratio, decode_image
+from common.files import default_cache_dir, sync, write_atomically
+from common.machine import default_num_workers
+from image_data.decode import UndecodableImage, decode_image, stored_size
 from image_data.sources import ImageSource, spread
-from image_data.workers import load_in_workers
+from image_data.workers import map_in_chunks
+
+if TYPE_CHECKING:
+    from common.processes import Processes
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 PIXELS, INDEX = "pixels", "index.safetensors"
-MOST_IMAGES_PER_ITEM, MOST_BYTES_PER_ITEM = 32, 4 * 2**20  # what a worker decodes at a time
+MOST_IMAGES_PER_CHUNK, MOST_BYTES_PER_CHUNK = 32, 4 * 2**20  # what a worker decodes at a time
 SAMPLED_HEADERS = 64
+MOST_LISTED = 20
 
 
-def prepare_images(
-    source: ImageSource,
-    *,
-    resolution: int,
-    channels: int,
-    center_crop: bool,
-    memory_limit_bytes: int,
-    num_workers: int,
-    on_bad_image: Literal["fail", "skip"] = "fail",
-    cache_dir: Path,
-    work_here: bool,
-    wait: Callable[[], None],
-) -> "InMemoryImages | StreamedImages":
-    """Make the images of `source` ready for training, or find them ready in `cache_dir`.
+class ImageOptions(Protocol):
+    """The options of a run that say what its images become and how they are kept."""
 
-    Every process calls this with the same arguments, apart from `work_here`, which is true on one process a node: it
-    decodes. `wait` is a barrier. The others map the same file into memory, so that a node holds the pixels once.
+    resolution: int
+    channels: str  # a number, or "auto"
+    center_crop: bool
+    random_flip: bool
+    in_memory_limit_gb: float
+    dataloader_num_workers: int | None
+    on_bad_image: Literal["fail", "skip"]
+    cache_dir: str | None
+
+
+@dataclass(frozen=True)
+class TrainingImages:
+    """The images of a run, and the processes that decode them if they do not fit into memory."""
+
+    images: "InMemoryImages | StreamedImages"
+    channels: int
+    num_workers: int
+    random_flip: bool = False  # horizontally
+
+
+def load_training_images(
+    options: ImageOptions, source: ImageSource, processes: "Processes | None" = None
+) -> TrainingImages:
+    """Decode the images of a data set as the options want them, or find them decoded in the cache.
+
+    Of several processes all call this, and one per machine decodes. The others map the same file into memory, so that
+    a machine holds the pixels once.
     """
-    kind = _Kind(resolution, channels, center_crop)
-    in_memory = _estimate_bytes(source, kind) <= memory_limit_bytes
-    folder = Path(cache_dir) / _key(source, kind, in_memory)
-    if work_here:
-        decoded = _DecodedRows(source, kind, keep_pixels=in_memory)
-        index = _find_or_prepare(decoded, folder, num_workers, on_bad_image)
-        _refuse_bad_images(index.skipped, on_bad_image)
-    wait()
+    channels = source.detect_channels() if options.channels == "auto" else int(options.channels)
+    image_format = ImageFormat(options.resolution, channels, options.center_crop)
+    num_workers = options.dataloader_num_workers
+    if num_workers is None:
+        num_workers = default_num_workers(processes.local_count if processes else 1)
+    in_memory = _estimate_bytes(source, image_format) <= options.in_memory_limit_gb * 2**30
+    cache_dir = Path(options.cache_dir or default_cache_dir()).expanduser()
+    folder = cache_dir / _key(source, image_format, in_memory)
+    if processes is None or processes.is_local_main:
+        decoder = _Decoder(source, image_format, keep_pixels=in_memory)
+        index = _find(decoder, folder) or _prepare(decoder, folder, num_workers, options.on_bad_image)
+        _refuse_bad_images(index.skipped, options.on_bad_image)
+    if processes is not None:
+        processes.barrier()
     index = _read_index(folder)
     if index is None:
         raise UserError(
             f"--cache_dir {cache_dir} must be a folder that all processes of a machine share: "
             f"{folder.name} is not in it after one of them has prepared it"
         )
-    _refuse_bad_images(index.skipped, on_bad_image)
-    return InMemoryImages(index, folder / PIXELS, kind) if in_memory else StreamedImages(index, source, kind)
-
-
-class InMemoryImages:
-    """All images as one block of memory, which is a file that the processes of a node share."""
-
-    def __init__(self, index: "_Index", pixels_file: Path, kind: "_Kind") -> None:
-        self.kept, self.skipped = index.kept, index.skipped  # rows of the source; a line for every image left out
-        self.resolution, self.channels = kind.resolution, kind.channels
-        self._index = index
-        # Private, hence opened for reading only; as nobody writes, the pages are those of the file, held once.
-        self._pixels = torch.from_file(str(pixels_file), shared=False, size=int(index.offsets[-1]), dtype=torch.uint8)
-        self._squares = None
-        if (index.heights == kind.resolution).all() and (index.widths == kind.resolution).all():
-            self._squares = self._pixels.view(-1, kind.channels, kind.resolution, kind.resolution)
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def crops(self, indices: torch.Tensor, corners: torch.Tensor) -> torch.Tensor:
-        """The images at `indices` as uint8 [n, channels, resolution, resolution].
-
-        A larger image is cropped: `corners`, [n, 2] in [0, 1), is where between top and bottom, left and right.
-        """
-        if self._squares is not None:
-            return self._squares[indices]
-        images = [self._image(index) for index in indices.tolist()]
-        return _random_crops(images, corners, self.resolution)
-
-    def _image(self, index: int) -> torch.Tensor:
-        start, end = self._index.offsets[index : index + 2].tolist()
-        return self._pixels[start:end].view(self.channels, int(self._index.heights[index]), -1)
-
-
-class StreamedImages:
-    """Images that are decoded each time they are wanted; otherwise as `InMemoryImages`, to the last bit."""
-
-    def __init__(self, index: "_Index", source: ImageSource, kind: "_Kind") -> None:
-        self.kept, self.skipped = index.kept, index.skipped
-        self.resolution, self.channels = kind.resolution, kind.channels
-        self._source, self._kind = source, kind
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def crops(self, indices: torch.Tensor, corners: torch.Tensor) -> torch.Tensor:
-        """As `InMemoryImages.crops`."""
-        images = [self._image(row) for row in self.kept[indices].tolist()]
-        return _random_crops(images, corners, self.resolution)
-
-    def _image(self, row: int) -> torch.Tensor:
-        try:
-            return torch.from_numpy(self._kind.decode(self._source, row))
-        except UndecodableImage as error:
-            where = self._source.describe(row)
-            raise UserError(f"{where} has changed since the images were checked: {error}") from error
-
-
-def _random_crops(images: list[torch.Tensor], corners: torch.Tensor, size: int) -> torch.Tensor:
-    crops = []
-    for image, (down, right) in zip(images, corners.tolist(), strict=True):
-        _, height, width = image.shape
-        top, left = int(down * (height - size + 1)), int(right * (width - size + 1))
-        crops.append(image[:, top : top + size, left : left + size])
-    return torch.stack(crops)
+    if in_memory:
+        images = InMemoryImages(index, image_format, folder / PIXELS)
+    else:
+        images = StreamedImages(index, image_format, source)
+    logger.info("%s: %d images, %d channel(s), %d data worker(s)", source, len(images), channels, num_workers)
+    if images.skipped:
+        listed = "\n".join(f"  {name}" for name in images.skipped[:MOST_LISTED])
+        more = f"\n  and {len(images.skipped) - MOST_LISTED} more" if len(images.skipped) > MOST_LISTED else ""
+        logger.warning("%d image(s) could not be decoded and are left out:\n%s%s", len(images.skipped), listed, more)
+    return TrainingImages(images, channels, num_workers, options.random_flip)
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """What decoding makes of an image file."""
+class ImageFormat:
+    """The size and the channels to which image files are decoded."""
 
     resolution: int
     channels: int
@@ -168,60 +137,123 @@ class _Index:
         return save(tensors, {"skipped": json.dumps(self.skipped)})
 
 
-class _DecodedRows(Dataset):
-    """For some rows what decoding makes of each: its pixels (or nothing, if they are not kept) or the error."""
+class _Images:
+    """Images of one format; `kept` are their rows in the source, `skipped` has a line for every image left out."""
 
-    def __init__(self, source: ImageSource, kind: _Kind, keep_pixels: bool) -> None:
-        self.source, self.kind, self.keep_pixels = source, kind, keep_pixels
+    def __init__(self, index: _Index, image_format: ImageFormat) -> None:
+        self.kept, self.skipped = index.kept, index.skipped
+        self._index, self._format = index, image_format
 
-    def __getitem__(self, rows: Iterable[int]) -> list[np.ndarray | None | UndecodableImage]:
-        return [self._outcome(row) for row in rows]
+    def __len__(self) -> int:
+        return len(self.kept)
 
-    def _outcome(self, row: int) -> np.ndarray | None | UndecodableImage:
+    def crops(self, indices: torch.Tensor, corners: torch.Tensor) -> torch.Tensor:
+        """Return the images at `indices` as uint8 [n, channels, resolution, resolution].
+
+        A larger image is cropped: `corners`, [n, 2] in [0, 1), is where between top and bottom, left and right.
+        """
+        size, crops = self._format.resolution, []
+        for index, (down, right) in zip(indices.tolist(), corners.tolist(), strict=True):
+            image = self._image(index)
+            _, height, width = image.shape
+            top, left = int(down * (height - size + 1)), int(right * (width - size + 1))
+            crops.append(image[:, top : top + size, left : left + size])
+        return torch.stack(crops)
+
+    def _image(self, index: int) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class InMemoryImages(_Images):
+    """All images as one block of memory, which is a file that the processes of a machine share."""
+
+    def __init__(self, index: _Index, image_format: ImageFormat, pixels_file: Path) -> None:
+        super().__init__(index, image_format)
+        # Private, hence opened for reading only; as nobody writes, the pages are those of the file, held once.
+        self._pixels = torch.from_file(str(pixels_file), shared=False, size=int(index.offsets[-1]), dtype=torch.uint8)
+        self._squares = None
+        size = image_format.resolution
+        if (index.heights == size).all() and (index.widths == size).all():
+            self._squares = self._pixels.view(-1, image_format.channels, size, size)
+
+    def crops(self, indices: torch.Tensor, corners: torch.Tensor) -> torch.Tensor:
+        return super().crops(indices, corners) if self._squares is None else self._squares[indices]
+
+    def _image(self, index: int) -> torch.Tensor:
+        start, end = self._index.offsets[index : index + 2].tolist()
+        return self._pixels[start:end].view(self._format.channels, int(self._index.heights[index]), -1)
+
+
+class StreamedImages(_Images):
+    """Images that are decoded each time they are wanted; otherwise as `InMemoryImages`, to the last bit."""
+
+    def __init__(self, index: _Index, image_format: ImageFormat, source: ImageSource) -> None:
+        super().__init__(index, image_format)
+        self._source = source
+
+    def _image(self, index: int) -> torch.Tensor:
+        row = int(self.kept[index])
         try:
-            pixels = self.kind.decode(self.source, row)
+            return torch.from_numpy(self._format.decode(self._source, row))
+        except UndecodableImage as error:
+            where = self._source.describe(row)
+            raise UserError(f"{where} has changed since the images were checked: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """Decodes rows of a source, in worker processes too."""
+
+    source: ImageSource
+    format: ImageFormat
+    keep_pixels: bool
+
+    def __call__(self, row: int) -> np.ndarray | None | UndecodableImage:
+        try:
+            pixels = self.format.decode(self.source, row)
         except UndecodableImage as error:
             return error
         return pixels if self.keep_pixels else None
 
 
-def _estimate_bytes(source: ImageSource, kind: _Kind) -> int:
+def _estimate_bytes(source: ImageSource, image_format: ImageFormat) -> int:
     ratios = []
-    for row in spread(len(source), 0 if kind.center_crop else SAMPLED_HEADERS):
+    for row in spread(len(source), 0 if image_format.center_crop else SAMPLED_HEADERS):
         with contextlib.suppress(UndecodableImage):
-            ratios.append(aspect_ratio(source.read(row)))
+            size = stored_size(source.read(row))
+            ratios.append(max(size) / min(size))
     mean_ratio = sum(ratios) / len(ratios) if ratios else 1.0
-    return int(len(source) * kind.bytes_of_a_square * mean_ratio)
+    return int(len(source) * image_format.bytes_of_a_square * mean_ratio)
 
 
-def _key(source: ImageSource, kind: _Kind, in_memory: bool) -> str:
-    identity = (FORMAT_VERSION, source.fingerprint, kind.resolution, kind.channels, kind.center_crop, in_memory)
+def _key(source: ImageSource, image_format: ImageFormat, in_memory: bool) -> str:
+    identity = (FORMAT_VERSION, source.fingerprint, *astuple(image_format), in_memory)
     return hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
 
 
-def _find_or_prepare(decoded: _DecodedRows, folder: Path, num_workers: int, on_bad_image: str) -> _Index:
+def _find(decoder: _Decoder, folder: Path) -> _Index | None:
+    """Return the index of the folder, unless an image that it leaves out can be decoded by now."""
     index = _read_index(folder)
-    if index is not None:
-        left_out = np.setdiff1d(np.arange(len(decoded.source)), index.kept)
-        if all(isinstance(outcome, UndecodableImage) for outcome in decoded[left_out.tolist()]):
-            return index
-        # Somebody has put right what made an image unreadable, without changing the file.
-        shutil.rmtree(folder, ignore_errors=True)
-    return _prepare(decoded, folder, num_workers, on_bad_image)
+    if index is None:
+        return None
+    left_out = np.setdiff1d(np.arange(len(decoder.source)), index.kept)
+    if all(isinstance(decoder(row), UndecodableImage) for row in left_out.tolist()):
+        return index
+    shutil.rmtree(folder, ignore_errors=True)
+    return None
 
 
-def _prepare(decoded: _DecodedRows, folder: Path, num_workers: int, on_bad_image: str) -> _Index:
+def _prepare(decoder: _Decoder, folder: Path, num_workers: int, on_bad_image: str) -> _Index:
     """Decode every image once, and publish what came of it under the name `folder`."""
     # A name of its own, so that two runs can prepare the same set at the same time.
     unfinished = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     try:
         unfinished.mkdir(parents=True)
         with open(unfinished / PIXELS, "wb") as file:
-            index = _write_pixels(decoded, file, num_workers, on_bad_image)
-            _to_disk(file)
-        with open(unfinished / INDEX, "wb") as file:
-            file.write(index.to_bytes())
-            _to_disk(file)
+            index = _write_pixels(decoder, file, num_workers, on_bad_image)
+        # Before the rename, or a power cut could leave a complete-looking folder of empty files.
+        sync(unfinished / PIXELS)
+        write_atomically(unfinished / INDEX, index.to_bytes())
         _publish(unfinished, folder)
     except OSError as error:
         raise UserError(
@@ -233,56 +265,30 @@ def _prepare(decoded: _DecodedRows, folder: Path, num_workers: int, on_bad_image
     return index
 
 
-def _write_pixels(decoded: _DecodedRows, file: BinaryIO, num_workers: int, on_bad_image: str) -> _Index:
-    kept, heights, widths, offsets, skipped = [], [], [], [0], []
-    with contextlib.closing(_decode_all(decoded, num_workers)) as outcomes:
-        for row, outcome in outcomes:
+def _write_pixels(decoder: _Decoder, file: BinaryIO, num_workers: int, on_bad_image: str) -> _Index:
+    kept, shapes, skipped = [], [], []
+    size = min(MOST_IMAGES_PER_CHUNK, max(1, MOST_BYTES_PER_CHUNK // decoder.format.bytes_of_a_square))
+    rows, description = range(len(decoder.source)), "Decoding" if decoder.keep_pixels else "Checking images"
+    with contextlib.closing(map_in_chunks(decoder, rows, size, num_workers, description)) as chunks:
+        for row, outcome in enumerate(itertools.chain.from_iterable(chunks)):
             if isinstance(outcome, UndecodableImage):
-                skipped.append(f"{decoded.source.describe(row)}: {outcome}")
+                skipped.append(f"{decoder.source.describe(row)}: {outcome}")
                 _refuse_bad_images(skipped, on_bad_image)
                 continue
             kept.append(row)
             if outcome is not None:
                 file.write(outcome.data)
-                heights.append(outcome.shape[1])
-                widths.append(outcome.shape[2])
-                offsets.append(offsets[-1] + outcome.nbytes)
+                shapes.append(outcome.shape)
     if not kept:
-        raise UserError(f"none of the {len(decoded.source)} images can be decoded, the first being {skipped[0]}")
+        raise UserError(f"none of the {len(rows)} images can be decoded, the first being {skipped[0]}")
+    shapes = np.array(shapes, np.int64).reshape(-1, 3)
     return _Index(
         kept=np.array(kept, np.int64),
-        heights=np.array(heights, np.int32),
-        widths=np.array(widths, np.int32),
-        offsets=np.array(offsets, np.int64),
+        heights=shapes[:, 1].astype(np.int32),
+        widths=shapes[:, 2].astype(np.int32),
+        offsets=np.concatenate([[0], shapes.prod(axis=1).cumsum()]),
         skipped=skipped,
     )
-
-
-def _decode_all(decoded: _DecodedRows, num_workers: int) -> Iterator[tuple[int, np.ndarray | None | UndecodableImage]]:
-    count = len(decoded.source)
-    size = min(MOST_IMAGES_PER_ITEM, max(1, MOST_BYTES_PER_ITEM // decoded.kind.bytes_of_a_square))
-    items = [range(start, min(start + size, count)) for start in range(0, count, size)]
-    with (
-        contextlib.closing(load_in_workers(decoded, items, num_workers)) as results,
-        progress_bar(total=count, desc="Decoding" if decoded.keep_pixels else "Checking images", unit="images") as bar,
-    ):
-        for rows, outcomes in zip(items, results, strict=True):
-            yield from zip(rows, outcomes, strict=True)
-            bar.update(len(rows))
-
-
-def _refuse_bad_images(skipped: list[str], on_bad_image: str) -> None:
-    if skipped and on_bad_image == "fail":
-        raise UserError(
-            f"cannot decode {skipped[0]}; "
-            "repair or remove this image, or leave such images out with --on_bad_image skip"
-        )
-
-
-def _to_disk(file: BinaryIO) -> None:
-    # Before the rename, or a power cut could leave a complete-looking folder of empty files.
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _publish(unfinished: Path, folder: Path) -> None:
@@ -297,7 +303,7 @@ def _publish(unfinished: Path, folder: Path) -> None:
 
 
 def _read_index(folder: Path) -> _Index | None:
-    """The index of a folder if it is there, and complete."""
+    """Return the index of a folder if it is there, and complete."""
     try:
         with safe_open(folder / INDEX, "numpy") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
@@ -305,3 +311,11 @@ def _read_index(folder: Path) -> _Index | None:
         return index if (folder / PIXELS).stat().st_size == index.offsets[-1] else None
     except (OSError, SafetensorError):
         return None
+
+
+def _refuse_bad_images(skipped: list[str], on_bad_image: str) -> None:
+    if skipped and on_bad_image == "fail":
+        raise UserError(
+            f"cannot decode {skipped[0]}; "
+            "repair or remove this image, or leave such images out with --on_bad_image skip"
+        )

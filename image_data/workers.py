@@ -1,9 +1,10 @@
 """Worker processes: torch's DataLoader, made fit for what happens to a training job."""
 
 import contextlib
+import functools
 import logging
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,52 +16,89 @@ from common.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
-FILES_PER_ITEM = 16
+FILES_PER_CHUNK = 16
 
 
-def load_in_workers(dataset: Dataset, items: Iterable, num_workers: int) -> Iterator[Any]:
-    """`dataset[item]` for each of `items`, in their order, computed ahead by worker processes.
+def map_in_workers(function: Callable[[Any], Any], items: Iterable, num_workers: int) -> Iterator[Any]:
+    """Yield `function(item)` for each of `items`, in their order, computed ahead by worker processes.
 
-    With zero workers it is computed here. Closing the iterator ends the workers.
+    With zero workers it is computed here. Closing the iterator ends the workers. The function must be picklable.
     """
     try:
-        results = iter(_loader(dataset, items, num_workers))
+        results = iter(_loader(function, items, num_workers))
     except OSError as error:
         if num_workers == 0:
             raise
         logger.warning(f"{num_workers} data workers could not be started ({error}); decoding in the main process")
-        results = iter(_loader(dataset, items, 0))
-    yield from results
+        results = iter(_loader(function, items, 0))
+    try:
+        for result in results:
+            if isinstance(result, UserError):
+                raise result
+            yield result
+    finally:
+        del results  # which ends the workers; a traceback would keep it, and them
 
 
-def work_through(dataset: Dataset, files: Sequence, num_workers: int, doing: str, if_stopped: str) -> list:
-    """What `dataset[files]`, a list for a list, makes of all files; with a bar, and ready to be stopped at any time."""
-    items = [files[start : start + FILES_PER_ITEM] for start in range(0, len(files), FILES_PER_ITEM)]
-    done = []
+def load_in_workers(dataset: Dataset, items: Iterable, num_workers: int) -> Iterator[Any]:
+    """Yield `dataset[item]` for each of `items`, as `map_in_workers` does."""
+    return map_in_workers(dataset.__getitem__, items, num_workers)
+
+
+def map_in_chunks(
+    function: Callable[[Any], Any], items: Sequence, size: int, num_workers: int, description: str
+) -> Iterator[list]:
+    """Yield `function(item)` for all items, a list for every `size` of them, under a progress bar."""
+    chunks = [items[start : start + size] for start in range(0, len(items), size)]
     with (
-        contextlib.closing(load_in_workers(dataset, items, num_workers)) as results,
-        progress_bar(total=len(files), desc=doing, unit="images") as bar,
+        contextlib.closing(map_in_workers(functools.partial(_call_for_each, function), chunks, num_workers)) as results,
+        progress_bar(total=len(items), desc=description, unit="images") as bar,
     ):
+        for result in results:
+            yield result
+            bar.update(len(result))
+
+
+def process_files(
+    function: Callable[[Any], Any], files: Sequence, num_workers: int, description: str, advice: str
+) -> list:
+    """Return `function(file)` for all files; when stopped on the way, say how far it came and give this advice."""
+    done = []
+    with contextlib.closing(map_in_chunks(function, files, FILES_PER_CHUNK, num_workers, description)) as results:
         try:
             for result in results:
-                if isinstance(result, UserError):
-                    raise result
                 done += result
-                bar.update(len(result))
-                interruption.stop_if_requested(f"stopped at {len(done)} of {len(files)} images; {if_stopped}")
+                interruption.stop_if_requested(f"stopped at {len(done)} of {len(files)} images; {advice}")
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
             raise RunFailed(
                 f"a worker process was ended from outside at about {len(done)} of {len(files)} images, probably for "
-                f"lack of memory; {if_stopped}, with --num_workers 1 if need be"
+                f"lack of memory; {advice}, with --num_workers 1 if need be"
             ) from error
     return done
 
 
-def _loader(dataset: Dataset, items: Iterable, num_workers: int) -> DataLoader:
+class _Calls(Dataset):
+    """The results of a function. A `UserError` is one: raised in a worker, it would arrive wrapped in a traceback."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def __getitem__(self, item: Any) -> Any:
+        try:
+            return self.function(item)
+        except UserError as error:
+            return error
+
+
+def _call_for_each(function: Callable[[Any], Any], items: Sequence) -> list:
+    return [function(item) for item in items]
+
+
+def _loader(function: Callable[[Any], Any], items: Iterable, num_workers: int) -> DataLoader:
     return DataLoader(
-        dataset,
+        _Calls(function),
         sampler=items,
         batch_size=None,
         num_workers=num_workers,

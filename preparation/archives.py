@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import hashlib
 import logging
 import lzma
@@ -21,7 +22,7 @@ from typing import IO
 from common import interruption
 from common.errors import UserError
 from common.progress import progress_bar
-from preparation.photo_files import HIDDEN, IMAGE_SUFFIXES, LARGEST_FILE, portable, printable
+from preparation.photo_files import HIDDEN, IMAGE_SUFFIXES, LARGEST_FILE, printable
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ DAMAGED = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMA
 
 
 def identity_of(source: Path) -> str | None:
-    """Changes when an archive does; None for a folder."""
+    """Return a text that changes when an archive does; None for a folder."""
     if source.is_dir():
         return None
     status = source.stat()
@@ -42,8 +43,8 @@ def identity_of(source: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def opened(source: Path, beside: Path) -> Iterator[Path]:
-    """The folder itself; or the images and texts of an archive, unpacked in `beside` until all is done with them."""
+def unpacked(source: Path, beside: Path) -> Iterator[Path]:
+    """Yield a folder as it is; or the images and texts of an archive, unpacked in `beside` for as long as needed."""
     if source.is_dir():
         yield source
         return
@@ -55,14 +56,13 @@ def opened(source: Path, beside: Path) -> Iterator[Path]:
 
 
 def _unpack_whole(archive: Path, folder: Path) -> None:
-    """The folder gets its name when everything is in it."""
+    """Unpack an archive; the folder gets its name when everything is in it."""
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         if not (zipfile.is_zipfile(archive) or tarfile.is_tarfile(archive)):
             raise UserError(f"{archive}: is neither a folder nor a zip or tar archive that is whole")
-        for name, reason in _unpack(archive, partial).items():
-            logger.warning("left in the archive: %s (%s)", printable(name), reason)
+        _unpack(archive, partial)
         partial.rename(folder)
     except (*DAMAGED, OSError) as error:
         if getattr(error, "errno", None) is None:  # gzip and bzip2 call a damaged file an OSError, without a number
@@ -81,9 +81,8 @@ class _Member:
     open: Callable[[], IO[bytes]]
 
 
-def _unpack(archive: Path, folder: Path) -> dict[str, str]:
+def _unpack(archive: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
-    left_out = {}
     with contextlib.closing(_members(archive)) as members, progress_bar(desc="Unpacking", unit="files") as bar:
         for member in members:
             interruption.stop_if_requested("stopped while unpacking; the same command begins anew")
@@ -96,9 +95,8 @@ def _unpack(archive: Path, folder: Path) -> dict[str, str]:
                 raise UserError(f"{archive}: no room to unpack it, less than 1 GB of disk would be left")
             reason = _write(member, folder / path) if member.kind == "file" else f"{member.kind} in the archive"
             if reason is not None:
-                left_out[portable(path)] = reason
+                logger.warning("left in the archive: %s (%s)", printable(path), reason)
             bar.update()
-    return left_out
 
 
 def _members(archive: Path) -> Iterator[_Member]:
@@ -110,19 +108,18 @@ def _members(archive: Path) -> Iterator[_Member]:
                 kind = "an encrypted file" if info.flag_bits & 1 else kind
                 year, month, *rest = info.date_time
                 modified = timegm((year, min(max(month, 1), 12), *rest, 0, 0, 0))  # some write a month 0
-                opened = lambda info=info: file.open(info)  # noqa: E731
-                yield _Member(info.filename.replace("\\", "/"), kind, info.file_size, modified, opened)
+                name, read = info.filename.replace("\\", "/"), functools.partial(file.open, info)
+                yield _Member(name, kind, info.file_size, modified, read)
         return
     with tarfile.open(archive) as file:
         for info in file:
             kind = "file" if info.isreg() else "folder" if info.isdir() else "a link or device"
-            opened = lambda info=info: file.extractfile(info)  # noqa: E731
-            yield _Member(info.name, kind, info.size, info.mtime, opened)
+            yield _Member(info.name, kind, info.size, info.mtime, functools.partial(file.extractfile, info))
         _expect_the_end(file.fileobj)
 
 
 def _expect_the_end(file: IO[bytes]) -> None:
-    """A tar ends with blocks of zeros; tarfile takes a cut or a damaged header for the end as well."""
+    """Read on to the blocks of zeros that end a tar; tarfile takes a cut or a damaged header for the end as well."""
     length = 0
     while block := file.read(BLOCK):
         length += len(block)
@@ -133,13 +130,13 @@ def _expect_the_end(file: IO[bytes]) -> None:
 
 
 def _refuse_to_leave(archive: Path, name: str) -> None:
-    """An honest archive has no such name; of one that has, nothing is used."""
+    """Raise for a name that no honest archive has; of one that has it, nothing is used."""
     if posixpath.isabs(name) or ".." in name.split("/") or re.match(r"[A-Za-z]:", name) or "\0" in name:
         raise UserError(f"{archive}: refused, because '{printable(name)}' in it leads out of the folder")
 
 
 def _write(member: _Member, path: Path) -> str | None:
-    """Unpack one file; the reason if that is not possible."""
+    """Unpack one file; return the reason if that is not possible."""
     if member.size > LARGEST_FILE:
         return f"a file of {member.size / 2**30:.1f} GB is no photo"
     try:

@@ -14,19 +14,18 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image
-from torch.utils.data import Dataset
 
 from common import interruption
 from common.errors import UserError
 from common.files import write_atomically
-from image_data.annotations import spoken
-from image_data.decode import UndecodableImage, decode_image, is_grey, plain_suffix, shorter_side
-from image_data.workers import work_through
+from image_data.annotations import class_in_words
+from image_data.decode import UndecodableImage, decode_image, is_grey, plain_suffix, stored_size
+from image_data.workers import process_files
 from preparation.layouts import Collection, Photo
 from preparation.photo_files import modified_at, printable, read_file
 
@@ -39,15 +38,12 @@ LONGEST_NAME = 80  # of the 255 bytes that file systems allow
 
 
 @dataclass(frozen=True)
-class Look:
-    """What the images are made to look like."""
+class OutputFormat:
+    """The size and the channels of the images that are written."""
 
     resolution: int | None  # of the shorter side; None keeps the size
     center_crop: bool
     channels: int | None  # None: grey images stay grey, all others become RGB
-
-    def square(self) -> "Look":
-        return Look(self.resolution, True, self.channels or 3)
 
 
 class Target(NamedTuple):
@@ -56,17 +52,19 @@ class Target(NamedTuple):
     photo: Photo
     folder: str  # train, test, ...
     stem: str  # the file's name in it, without a suffix
-    look: Look
+    format: OutputFormat
 
 
 class Outcome(NamedTuple):
+    """The file that was written for a target, or the reason why there is none."""
+
     suffix: str | None  # None: left out
     made: bool
     reason: str = ""
 
 
 def split_photos(photos: Iterable[Photo], eval_fraction: float, eval_split: str, seed: int) -> dict[str, list[Photo]]:
-    """The same fraction of every class for evaluation, chosen by a hash of name and seed.
+    """Keep the same fraction of every class for evaluation, chosen by a hash of name and seed.
 
     The choice does not depend on the machine, on the order of its file system, or on whether a file is readable.
     """
@@ -89,156 +87,150 @@ def split_photos(photos: Iterable[Photo], eval_fraction: float, eval_split: str,
 
 
 def own_split(photos: Iterable[Photo]) -> dict[str, list[Photo]]:
-    """The split that came with the collection."""
+    """Return the split that came with the collection."""
     splits = defaultdict(list)
     for photo in photos:
         splits[photo.split].append(photo)
     return {split: splits[split] for split in sorted(splits, key=("train", "validation", "test").index)}
 
 
-def with_captions(photos: Iterable[Photo], template: str | None) -> list[Photo]:
-    """Captions from the names of the classes, where the collection has none of its own."""
-    if template is None:
-        return list(photos)
-    captioned = []
-    for photo in photos:
-        described = template.replace("{class}", spoken(photo.label)) if photo.label else None
-        caption = photo.caption or described
-        captioned.append(Photo(photo.path, photo.name, photo.label, caption, photo.split))
-    return captioned
+def with_captions(photos: list[Photo], template: str | None) -> list[Photo]:
+    """Return photos with captions made from the names of the classes, where the collection has none of its own."""
+
+    def captioned(photo: Photo) -> Photo:
+        if template is None or photo.caption or not photo.label:
+            return photo
+        return replace(photo, caption=template.replace("{class}", class_in_words(photo.label)))
+
+    return [captioned(photo) for photo in photos]
 
 
-def plan(splits: dict[str, list[Photo]], look: Look, folders: dict[str, str], normalised: str | None) -> list[Target]:
-    """What is to be written where; `normalised` is the folder of a second copy, square, of those for evaluation."""
+def plan(
+    splits: dict[str, list[Photo]], output_format: OutputFormat, folders: dict[str, str], squares: str | None
+) -> list[Target]:
+    """List what is to be written where; `squares` is the folder of a second, square copy of those for evaluation."""
+    square_format = replace(output_format, center_crop=True, channels=output_format.channels or 3)
     targets = []
     for split, photos in splits.items():
         for photo in photos:
             stem = _stem(photo)
-            targets.append(Target(photo, folders.get(split, split), stem, look))
-            if normalised is not None and split != "train":
-                targets.append(Target(photo, normalised, stem, look.square()))
+            targets.append(Target(photo, folders.get(split, split), stem, output_format))
+            if squares is not None and split != "train":
+                targets.append(Target(photo, squares, stem, square_format))
     return targets
 
 
-def open_output(output: Path, settings: dict[str, object]) -> dict[str, object]:
-    """The manifest of what an earlier call has prepared here; an error if that was something else."""
-    file = output / MANIFEST
-    settings = {"format": FORMAT_VERSION, **settings}
-    if not file.exists():
-        strange = sorted(entry.name for entry in output.iterdir() if not entry.name.startswith("."))
-        if strange:
+class PreparedFolder:
+    """The folder that images are written to, with the manifest of what an earlier call has prepared there."""
+
+    def __init__(self, path: Path, settings: dict[str, object]) -> None:
+        """Begin with an empty folder or go on with one; raise if it holds something else."""
+        self.path = path
+        settings = {"format": FORMAT_VERSION, **settings}
+        if not (path / MANIFEST).exists():
+            strange = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+            if strange:
+                raise UserError(
+                    f"--output {path}: is not empty ({strange[0]}) and was not made by this script; name a new folder"
+                )
+            self._save_manifest({"settings": settings, "images": [], "left_out": {}})
+            return
+        try:
+            self.manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            before, _ = dict(self.manifest["settings"]), list(self.manifest["images"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"--output {path}: {MANIFEST} cannot be read ({error}); name a new folder") from error
+        differing = [name for name in settings if before.get(name) != settings[name]]
+        if differing:
+            changes = ", ".join(f"{name} {before.get(name)} and not {settings[name]}" for name in differing)
+            raise UserError(f"--output {path}: was prepared with {changes}; name another folder, or delete this one")
+
+    def is_complete(self) -> bool:
+        """Return whether an earlier call came to its end, and everything it made is there."""
+        images = self.manifest["images"]
+        return bool(images) and all((self.path / image["file"]).exists() for image in images)
+
+    def write_images(self, targets: list[Target], num_workers: int) -> list[Outcome]:
+        """Write what is not there yet, each file whole or not at all."""
+        for folder in sorted({self.path / target.folder / os.path.dirname(target.stem) for target in targets}):
+            folder.mkdir(parents=True, exist_ok=True)
+            for unfinished in folder.glob(".*.tmp"):  # of a process that was killed
+                unfinished.unlink()
+        advice = "the same command goes on from there"
+        return process_files(self._write_image, targets, num_workers, "Preparing", advice)
+
+    def finish(self, collection: Collection, targets: list[Target], outcomes: list[Outcome]) -> dict[str, str]:
+        """Remove what is no longer part of it, write the tables and the manifest; return what was left out."""
+        left_out = dict(collection.left_out)
+        images, rows = [], defaultdict(list)
+        for target, outcome in zip(targets, outcomes, strict=True):
+            if outcome.suffix is None:
+                left_out[target.photo.name] = outcome.reason
+                continue
+            file, photo = f"{target.stem}{outcome.suffix}", target.photo
+            images.append({"file": f"{target.folder}/{file}", "source": photo.name})
+            rows[target.folder].append({"file_name": file, "label": photo.label, "caption": photo.caption})
+        if not images:
+            first = "".join(f"; the first: {printable(name)} ({left_out[name]})" for name in list(left_out)[:1])
+            raise UserError(f"{self.manifest['settings']['source']}: there is no image that can be used{first}")
+        files = {self.path / image["file"] for image in images}
+        for file in self.path.glob("*/**/*"):
+            if OWN_NAME.search(file.name) and file not in files:
+                file.unlink()  # its original is gone, or has moved to the other side of the split
+        self._write_tables(rows)
+        manifest = {"layout": collection.layout, "images": images, "left_out": left_out}
+        self._save_manifest({**self.manifest, **manifest})
+        return left_out
+
+    def _write_image(self, target: Target) -> Outcome:
+        try:
+            return _write_if_missing(self.path / target.folder / target.stem, target)
+        except OSError as error:
             raise UserError(
-                f"--output {output}: is not empty ({strange[0]}) and was not made by this script; name a new folder"
-            )
-        manifest = {"settings": settings, "images": [], "left_out": {}}
-        write_atomically(file, json.dumps(manifest, indent=1))
-        return manifest
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-        before, _ = dict(manifest["settings"]), list(manifest["images"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"--output {output}: {MANIFEST} cannot be read ({error}); name a new folder") from error
-    differing = [name for name in settings if before.get(name) != settings[name]]
-    if differing:
-        changes = ", ".join(f"{name} {before.get(name)} and not {settings[name]}" for name in differing)
-        raise UserError(f"--output {output}: was prepared with {changes}; name another folder, or delete this one")
-    return manifest
-
-
-def is_complete(output: Path, manifest: dict[str, object]) -> bool:
-    """Whether an earlier call came to its end, and everything it made is there."""
-    return bool(manifest["images"]) and all((output / image["file"]).exists() for image in manifest["images"])
-
-
-def write_images(targets: list[Target], output: Path, num_workers: int) -> list[Outcome]:
-    """Write what is not there yet, each file whole or not at all."""
-    for folder in sorted({output / target.folder / os.path.dirname(target.stem) for target in targets}):
-        folder.mkdir(parents=True, exist_ok=True)
-        for unfinished in folder.glob(".*.tmp"):  # of a process that was killed
-            unfinished.unlink()
-    return work_through(_Writer(output), targets, num_workers, "Preparing", "the same command goes on from there")
-
-
-def finish(
-    collection: Collection,
-    targets: list[Target],
-    outcomes: list[Outcome],
-    manifest: dict[str, object],
-    output: Path,
-) -> dict[str, str]:
-    """Remove what is no longer part of it, write the tables and the manifest; what was left out is returned."""
-    left_out = dict(collection.left_out)
-    images, rows = [], defaultdict(list)
-    for target, outcome in zip(targets, outcomes, strict=True):
-        if outcome.suffix is None:
-            left_out[target.photo.name] = outcome.reason
-            continue
-        file = f"{target.stem}{outcome.suffix}"
-        images.append({"file": f"{target.folder}/{file}", "source": target.photo.name})
-        facts = {"label": target.photo.label, "caption": target.photo.caption}
-        rows[target.folder].append({"file_name": file, **facts})
-    if not images:
-        first = "".join(f"; the first: {printable(name)} ({left_out[name]})" for name in list(left_out)[:1])
-        raise UserError(f"{manifest['settings']['source']}: there is no image that can be used{first}")
-
-    files = {output / image["file"] for image in images}
-    for file in output.glob("*/**/*"):
-        if OWN_NAME.search(file.name) and file not in files:
-            file.unlink()  # its original is gone, or has moved to the other side of the split
-    # `datasets` wants the same columns, of the same kind, everywhere.
-    every_row = [row for part in rows.values() for row in part]
-    used = [name for name in ("label", "caption") if any(row[name] for row in every_row)]
-    several = any(isinstance(row["caption"], tuple) for row in every_row)
-    for folder, part in rows.items():
-        for row in part:
-            if several and not isinstance(row["caption"], tuple):
-                row["caption"] = (row["caption"] or "",)
-        lines = (json.dumps({name: row[name] or "" for name in ("file_name", *used)}) for row in part)
-        write_atomically(output / folder / METADATA, "".join(f"{line}\n" for line in lines))
-    manifest = {**manifest, "layout": collection.layout, "images": images, "left_out": left_out}
-    write_atomically(output / MANIFEST, json.dumps(manifest, indent=1))
-    return left_out
-
-
-class _Writer(Dataset):
-    """Prepares several images at a time, in a worker process."""
-
-    def __init__(self, output: Path) -> None:
-        self.output = output
-
-    def __getitem__(self, targets: list[Target]) -> list[Outcome] | UserError:
-        try:
-            return [self._outcome(target) for target in targets]
-        except OSError as error:  # raised in a worker, it would arrive wrapped in a traceback
-            return UserError(
-                f"--output {self.output}: cannot be written to ({error.strerror or error}); "
+                f"--output {self.path}: cannot be written to ({error.strerror or error}); "
                 "make room there, then give the same command again"
-            )
+            ) from error
 
-    def _outcome(self, target: Target) -> Outcome:
-        file = self.output / target.folder / target.stem
-        try:
-            modified = modified_at(target.photo.path)
-            for suffix in SUFFIXES:
-                if _was_made_of(file.with_name(file.name + suffix), modified):
-                    return Outcome(suffix, made=False)
-            content, suffix = _encode(read_file(target.photo.path), target.look)
-        except UndecodableImage as error:
-            return Outcome(None, made=False, reason=str(error))
-        except MemoryError:
-            return Outcome(None, made=False, reason="too large for the memory of this machine")
-        file = file.with_name(file.name + suffix)
-        write_atomically(file, content)
-        interruption.fault_point("prepare-image")
-        os.utime(file, (modified, modified))
-        return Outcome(suffix, made=True)
+    def _write_tables(self, rows: dict[str, list[dict[str, object]]]) -> None:
+        """Write the metadata of each folder; `datasets` wants the same columns, of the same kind, everywhere."""
+        every_row = [row for part in rows.values() for row in part]
+        used = [name for name in ("label", "caption") if any(row[name] for row in every_row)]
+        if any(isinstance(row["caption"], tuple) for row in every_row):
+            for row in every_row:
+                row["caption"] = row["caption"] if isinstance(row["caption"], tuple) else (row["caption"] or "",)
+        for folder, part in rows.items():
+            lines = (json.dumps({name: row[name] or "" for name in ("file_name", *used)}) for row in part)
+            write_atomically(self.path / folder / METADATA, "".join(f"{line}\n" for line in lines))
+
+    def _save_manifest(self, manifest: dict[str, object]) -> None:
+        self.manifest = manifest
+        write_atomically(self.path / MANIFEST, json.dumps(manifest, indent=1))
 
 
-def _encode(data: bytes, look: Look) -> tuple[bytes, str]:
-    """The file to be written, and its suffix."""
-    channels = look.channels or (1 if is_grey(data) else 3)
-    pixels = decode_image(data, channels, look.resolution or shorter_side(data), look.center_crop)
-    if look.resolution is None and (suffix := plain_suffix(data, channels)) is not None:
+def _write_if_missing(stem: Path, target: Target) -> Outcome:
+    try:
+        modified = modified_at(target.photo.path)
+        for suffix in SUFFIXES:
+            if _was_made_of(stem.with_name(stem.name + suffix), modified):
+                return Outcome(suffix, made=False)
+        content, suffix = _encode(read_file(target.photo.path), target.format)
+    except UndecodableImage as error:
+        return Outcome(None, made=False, reason=str(error))
+    except MemoryError:
+        return Outcome(None, made=False, reason="too large for the memory of this machine")
+    file = stem.with_name(stem.name + suffix)
+    write_atomically(file, content)
+    interruption.fault_point("prepare-image")
+    os.utime(file, (modified, modified))
+    return Outcome(suffix, made=True)
+
+
+def _encode(data: bytes, output_format: OutputFormat) -> tuple[bytes, str]:
+    """Return the file to be written, and its suffix."""
+    channels = output_format.channels or (1 if is_grey(data) else 3)
+    resolution = output_format.resolution or min(stored_size(data))
+    pixels = decode_image(data, channels, resolution, output_format.center_crop)
+    if output_format.resolution is None and (suffix := plain_suffix(data, channels)) is not None:
         return data, suffix  # nothing to change, and a photo as a PNG is many times as large
     file = io.BytesIO()
     Image.fromarray(pixels[0] if channels == 1 else pixels.transpose(1, 2, 0)).save(file, "PNG")
@@ -246,7 +238,7 @@ def _encode(data: bytes, look: Look) -> tuple[bytes, str]:
 
 
 def _was_made_of(file: Path, modified: float) -> bool:
-    """Whether this is the image of a file of that time: a prepared image keeps the time of its original."""
+    """Return whether this is the image of a file of that time: a prepared image keeps the time of its original."""
     try:
         return int(file.stat().st_mtime) == int(modified)
     except FileNotFoundError:
@@ -254,19 +246,21 @@ def _was_made_of(file: Path, modified: float) -> bool:
 
 
 def _stem(photo: Photo) -> str:
-    """A name for any tool and file system, with a hash of the original's, whatever that is made of."""
-    digest = hashlib.blake2b(photo.name.encode(), digest_size=4).hexdigest()
-    name = _plain(os.path.splitext(os.path.basename(photo.name))[0])
-    folder = "" if photo.label is None else f"{class_folder(photo.label)}/"
-    return f"{folder}{name}-{digest}"
+    """Return a name for any tool and file system, with a hash of the original's, whatever that is made of.
 
-
-def class_folder(label: str) -> str:
-    """The label, if any file system takes it; otherwise what is left of it, and a hash."""
-    plain = _plain(label)
-    return plain if plain == label else f"{plain}-{hashlib.blake2b(label.encode(), digest_size=4).hexdigest()}"
+    It begins with the label as a folder if any file system takes it; otherwise with what is left of it, and a hash.
+    """
+    name = f"{_plain(os.path.splitext(os.path.basename(photo.name))[0])}-{_hash(photo.name)}"
+    if photo.label is None:
+        return name
+    plain = _plain(photo.label)
+    return f"{plain}/{name}" if plain == photo.label else f"{plain}-{_hash(photo.label)}/{name}"
 
 
 def _plain(text: str) -> str:
     ascii_only = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub(r"[^A-Za-z0-9._-]+", "_", ascii_only).strip("._-")[:LONGEST_NAME] or "image"
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

@@ -1,4 +1,8 @@
-"""Which collection of photos this is, and what its folders say: class, caption, split."""
+"""Which collection of photos this is, and what its folders say: class, caption, split.
+
+To add a layout, write a function that returns the photos of a folder, or None if the folder has another layout, and
+add it to `LAYOUTS`.
+"""
 
 import csv
 import io
@@ -6,12 +10,13 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.errors import UserError
-from preparation.photo_files import find_files, portable, printable
+from image_data.annotations import ANIMALS10, CAPTION_COLUMNS, LABEL_COLUMNS
+from preparation.photo_files import Folder, find_files, portable, printable
 
 SPLITS = {
     **dict.fromkeys(("train", "training", "train_data"), "train"),
@@ -22,22 +27,6 @@ NORMALISED_COPY = "normalized_eval_data"  # of eval_data: the same photos again
 DTD_SPLITS = {"train1.txt": "train", "val1.txt": "validation", "test1.txt": "test"}
 METADATA_FILES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMNS = ("file_name", "filename", "file", "image", "path")
-LABEL_COLUMNS = ("label", "labels", "class", "class_name")
-CAPTION_COLUMNS = ("caption", "captions", "text", "prompt", "description")
-
-# Animals-10 has Italian folder names.
-ANIMALS10 = {
-    "cane": "dog",
-    "cavallo": "horse",
-    "elefante": "elephant",
-    "farfalla": "butterfly",
-    "gallina": "chicken",
-    "gatto": "cat",
-    "mucca": "cow",
-    "pecora": "sheep",
-    "ragno": "spider",
-    "scoiattolo": "squirrel",
-}
 
 
 @dataclass(frozen=True)
@@ -61,56 +50,34 @@ class Collection:
     def has_split(self) -> bool:
         return all(photo.split is not None for photo in self.photos)
 
-
-@dataclass
-class _Folder:
-    """A folder with the names of everything below it."""
-
-    path: Path
-    images: list[str]
-    others: list[str]
-    left_out: dict[str, str]
-
-    def below(self, name: str) -> "_Folder":
-        def inner(names: Iterable[str]) -> list[str]:
-            return [other[len(name) + 1 :] for other in names if other.startswith(f"{name}/")]
-
-        return _Folder(self.path / name, inner(self.images), inner(self.others), self.left_out)
-
-    def photo(self, name: str, **facts: str | tuple[str, ...] | None) -> Photo:
-        return Photo(os.path.join(self.path, name), portable(name), **facts)
-
-    @property
-    def sub_folders(self) -> list[str]:
-        """Those with images in them."""
-        return sorted({name.partition("/")[0] for name in self.images if "/" in name})
+    def only_classes(self, classes: list[str]) -> "Collection":
+        """Return the photos of these classes, or all if none are named."""
+        known = sorted({photo.label for photo in self.photos if photo.label is not None})
+        for name in classes:
+            if name not in known:
+                raise UserError(f"--classes {name}: there is no such class; there are: {', '.join(known) or 'none'}")
+        return replace(self, photos=[photo for photo in self.photos if not classes or photo.label in classes])
 
 
 def recognise(source: Path, leave_out: Path | None = None) -> Collection:
-    """The photos in a folder, by the first layout that fits; what is in the folder `leave_out` does not count."""
-    files = find_files(source, leave_out)
-    folder = _Folder(source, files.images, files.others, {portable(name): why for name, why in files.problems.items()})
-    layout, photos = _recognise(folder)
-    photos = _without_twins(photos, folder.left_out)
-    if any(photo.label for photo in photos):
-        for photo in photos:
-            if photo.label is None:
-                folder.left_out[photo.name] = "has no class, while others have"
-        photos = [photo for photo in photos if photo.label is not None]
-    return Collection(layout, sorted(photos, key=lambda photo: photo.name), folder.left_out)
+    """Return the photos in a folder, by the first layout that fits; what is in the folder `leave_out` does not count.
+
+    There is one photo of each name: a table may name a file twice, and two spellings of an accent are one name.
+    """
+    folder = find_files(source, leave_out)
+    layout, found = _find_layout(folder)
+    photos: dict[str, Photo] = {}
+    for photo in found:
+        if photos.setdefault(photo.name, photo) is not photo:
+            folder.left_out[f"{photo.name} (again)"] = "there is another of this name"
+    if any(photo.label for photo in photos.values()):
+        for name in [photo.name for photo in photos.values() if photo.label is None]:
+            folder.left_out[name] = "has no class, while others have"
+            del photos[name]
+    return Collection(layout, [photos[name] for name in sorted(photos)], folder.left_out)
 
 
-def only_classes(collection: Collection, classes: list[str]) -> Collection:
-    """The photos of these classes, if any are named."""
-    there = sorted({photo.label for photo in collection.photos if photo.label is not None})
-    for name in classes:
-        if name not in there:
-            raise UserError(f"--classes {name}: there is no such class; there are: {', '.join(there) or 'none'}")
-    photos = [photo for photo in collection.photos if not classes or photo.label in classes]
-    return Collection(collection.layout, photos, collection.left_out)
-
-
-def _recognise(folder: _Folder) -> tuple[str, list[Photo]]:
+def _find_layout(folder: Folder) -> tuple[str, list[Photo]]:
     while True:
         for layout, photos_of in LAYOUTS.items():
             photos = photos_of(folder)
@@ -118,28 +85,28 @@ def _recognise(folder: _Folder) -> tuple[str, list[Photo]]:
                 return layout, photos
         inside = folder.sub_folders
         if len(inside) != 1 or any("/" not in name for name in folder.images):
-            return _folders(folder)
+            return "a folder of images", _all_photos(folder)
         folder = folder.below(inside[0])  # sysu-shape-dataset-master/, raw-img/: the collection is one level down
 
 
-def _captioned(folder: _Folder) -> list[Photo] | None:
-    """`metadata.jsonl`, `metadata.csv`, or one CSV file, with a row for every image."""
+def _table_of_images(folder: Folder) -> list[Photo] | None:
+    """Read `metadata.jsonl`, `metadata.csv`, or the only CSV file, with a row for every image."""
     tables = [name for name in folder.others if "/" not in name and name.lower().endswith((".jsonl", ".csv"))]
     named = [name for name in METADATA_FILES if name in tables]
     if not named and (len(tables) != 1 or not tables[0].lower().endswith(".csv") or not folder.images):
         return None
     table = folder.path / (named or tables)[0]
-    rows = _rows(table)
+    rows = _read_rows(table)
     columns = {column for _, row in rows for column in row}
-    file_column = _first(FILE_COLUMNS, columns)
-    if file_column is None and not named:
-        return None  # a table of something else
-    if file_column is None:
+    file_column, label_column, caption_column = (
+        next((column for column in usual if column in columns), None)
+        for usual in (FILE_COLUMNS, LABEL_COLUMNS, CAPTION_COLUMNS)
+    )
+    if file_column is None and named:
         raise UserError(f"{printable(str(table))}: no column with file names ({', '.join(FILE_COLUMNS)})")
     on_disk = {portable(name): name for name in folder.images}
     if not named and not any(portable(str(row.get(file_column))) in on_disk for _, row in rows):
-        return None
-    label_column, caption_column = _first(LABEL_COLUMNS, columns), _first(CAPTION_COLUMNS, columns)
+        return None  # a table of something else
     photos = []
     for number, row in rows:
         name = row.get(file_column)
@@ -148,55 +115,33 @@ def _captioned(folder: _Folder) -> list[Photo] | None:
         elif posixpath.isabs(name) or posixpath.normpath(name).startswith(".."):
             folder.left_out[portable(name)] = f"{table.name} line {number} leads out of the folder"
         else:
-            label, caption = _text(row.get(label_column)), _captions(row.get(caption_column))
             name = posixpath.normpath(name)
-            photos.append(folder.photo(on_disk.get(portable(name), name), label=label, caption=caption))
+            photo = _photo(folder, on_disk.get(portable(name), name), _text(row.get(label_column)))
+            photos.append(replace(photo, caption=_captions(row.get(caption_column))))
     for name in sorted(set(on_disk) - {photo.name for photo in photos}):
         folder.left_out[name] = f"not in {table.name}"
     return photos
 
 
-def _split_folders(folder: _Folder) -> list[Photo] | None:
-    """`train/`, `test/` and such, each with classes, captions or photos."""
-    parts = [name for name in folder.sub_folders if name != NORMALISED_COPY]
-    splits = {name: SPLITS.get(name.lower()) for name in parts}
-    if len(parts) < 2 or None in splits.values() or "train" not in splits.values():
+def _split_folders(folder: Folder) -> list[Photo] | None:
+    """Read `train/`, `test/` and such, each with classes, captions or photos."""
+    splits = {name: SPLITS.get(name.lower()) for name in folder.sub_folders if name != NORMALISED_COPY}
+    if len(splits) < 2 or None in splits.values() or "train" not in splits.values():
         return None
     photos = []
     for name, split in splits.items():
         inner = folder.below(name)
-        of_part = _captioned(inner) or _class_folders(inner) or [inner.photo(image) for image in inner.images]
-        photos += [
-            Photo(photo.path, f"{portable(name)}/{photo.name}", photo.label, photo.caption, split) for photo in of_part
-        ]
+        for photo in _table_of_images(inner) or _class_folders(inner) or _all_photos(inner):
+            photos.append(replace(photo, name=f"{portable(name)}/{photo.name}", split=split))  # noqa: PERF401
     return photos
 
 
-def _sysu(folder: _Folder) -> list[Photo] | None:
-    """`<class>/images/`; contours and annotations are beside it."""
-    inside = re.compile(r"[^/]+/images/[^/]+")
-    classes = {name.split("/")[0] for name in folder.images if inside.fullmatch(name)}
-    if len(classes) < 2 or classes != set(folder.sub_folders):
-        return None
-    photos = [name for name in folder.images if inside.fullmatch(name)]
-    return [folder.photo(name, label=portable(name.split("/")[0])) for name in photos]
-
-
-def _animals10(folder: _Folder) -> list[Photo] | None:
-    """Folders with Italian names; the classes get English ones."""
-    names = folder.sub_folders
-    if len(names) < 2 or any(name not in ANIMALS10 for name in names):
-        return None
-    return _in_classes(folder, lambda name: ANIMALS10[name])
-
-
-def _dtd(folder: _Folder) -> list[Photo] | None:
-    """`images/<class>/<class>_0001.jpg`, with the published splits in `labels/` if they are there."""
+def _dtd(folder: Folder) -> list[Photo] | None:
+    """Read `images/<class>/<class>_0001.jpg`, with the published splits in `labels/` if they are there."""
     images = folder.below("images")
     if not images.images or not all(re.fullmatch(r"([^/]+)/\1_\d+\.[^/]+", name) for name in images.images):
         return None
-    photos = _in_classes(images, portable)
-    split_of = {}
+    photos, split_of = _in_classes(images), {}
     for file, split in DTD_SPLITS.items():
         if f"labels/{file}" in folder.others:
             names = _read_text(folder.path / "labels" / file).split("\n")
@@ -206,55 +151,62 @@ def _dtd(folder: _Folder) -> list[Photo] | None:
     for photo in photos:
         if photo.name not in split_of:
             folder.left_out[photo.name] = f"in none of labels/{', '.join(DTD_SPLITS)}"
-    return [
-        Photo(photo.path, photo.name, photo.label, None, split_of[photo.name])
-        for photo in photos
-        if photo.name in split_of
-    ]
+    return [replace(photo, split=split_of[photo.name]) for photo in photos if photo.name in split_of]
 
 
-LAYOUTS: dict[str, Callable[[_Folder], list[Photo] | None]] = {
-    "a table of images": _captioned,
-    "split folders": _split_folders,
-    "DTD": _dtd,
-    "SYSU-Shape": _sysu,
-    "Animals-10": _animals10,
-}
+def _sysu(folder: Folder) -> list[Photo] | None:
+    """Read `<class>/images/`; contours and annotations are beside it."""
+    photos = [name for name in folder.images if re.fullmatch(r"[^/]+/images/[^/]+", name)]
+    classes = {name.split("/")[0] for name in photos}
+    if len(classes) < 2 or classes != set(folder.sub_folders):
+        return None
+    return [_photo(folder, name, portable(name.split("/")[0])) for name in photos]
 
 
-def _folders(folder: _Folder) -> tuple[str, list[Photo]]:
-    photos = _class_folders(folder)
-    if photos is not None:
-        return "class folders", photos
-    return "a folder of images", [folder.photo(name) for name in folder.images]
+def _animals10(folder: Folder) -> list[Photo] | None:
+    """Read folders with Italian names; the classes get English ones."""
+    names = folder.sub_folders
+    if len(names) < 2 or any(name not in ANIMALS10 for name in names):
+        return None
+    return [replace(photo, label=ANIMALS10[photo.label]) for photo in _in_classes(folder)]
 
 
-def _class_folders(folder: _Folder) -> list[Photo] | None:
-    """A folder for every class, unless most photos lie beside them."""
+def _class_folders(folder: Folder) -> list[Photo] | None:
+    """Read a folder for every class, unless most photos lie beside them."""
     loose = [name for name in folder.images if "/" not in name]
     if len(folder.sub_folders) < 2 or 2 * len(loose) > len(folder.images):
         return None
     for name in loose:
         folder.left_out[portable(name)] = "beside the class folders, so it has no class"
-    return _in_classes(folder, portable)
+    return _in_classes(folder)
 
 
-def _in_classes(folder: _Folder, label_of: Callable[[str], str]) -> list[Photo]:
-    return [folder.photo(name, label=label_of(name.split("/")[0])) for name in folder.images if "/" in name]
+# In this order; a folder that has none of these layouts is a folder of images.
+LAYOUTS: dict[str, Callable[[Folder], list[Photo] | None]] = {
+    "a table of images": _table_of_images,
+    "split folders": _split_folders,
+    "DTD": _dtd,
+    "SYSU-Shape": _sysu,
+    "Animals-10": _animals10,
+    "class folders": _class_folders,
+}
 
 
-def _without_twins(photos: list[Photo], left_out: dict[str, str]) -> list[Photo]:
-    """One photo of each name: a table may name a file twice, and two spellings of an accent are one name."""
-    first: dict[str, Photo] = {}
-    for photo in photos:
-        if first.setdefault(photo.name, photo) is not photo:
-            left_out[f"{photo.name} (again)"] = "there is another of this name"
-    return list(first.values())
+def _photo(folder: Folder, name: str, label: str | None = None) -> Photo:
+    return Photo(os.path.join(folder.path, name), portable(name), label)
 
 
-def _rows(table: Path) -> list[tuple[int, dict[str, object]]]:
-    """The rows of a JSON Lines or CSV file with their line numbers."""
-    text = _read_text(table)
+def _all_photos(folder: Folder) -> list[Photo]:
+    return [_photo(folder, name) for name in folder.images]
+
+
+def _in_classes(folder: Folder) -> list[Photo]:
+    return [_photo(folder, name, portable(name.split("/")[0])) for name in folder.images if "/" in name]
+
+
+def _read_rows(table: Path) -> list[tuple[int, dict[str, object]]]:
+    """Return the rows of a JSON Lines or CSV file with their line numbers."""
+    text, rows = _read_text(table), []
     if table.suffix.lower() == ".csv":
         header = text.partition("\n")[0]
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=header.count))
@@ -262,7 +214,6 @@ def _rows(table: Path) -> list[tuple[int, dict[str, object]]]:
             return [(reader.line_num, row) for row in reader]
         except csv.Error as error:
             raise UserError(f"{printable(str(table))} line {reader.line_num}: is not CSV ({error})") from error
-    rows = []
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
@@ -282,10 +233,6 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{printable(str(path))}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{printable(str(path))}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
-
-
-def _first(wanted: Iterable[str], columns: set[str]) -> str | None:
-    return next((column for column in wanted if column in columns), None)
 
 
 def _captions(value: object) -> str | tuple[str, ...] | None:

@@ -3,13 +3,11 @@
 import os
 import stat
 import unicodedata
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.files import LOCK_FILE
-from image_data.decode import UndecodableImage
+from image_data.decode import UndecodableImage, errors_as_undecodable
 
 # What is meant to be an image by its name. Some of these Pillow cannot read; they are then named, not passed over.
 IMAGE_SUFFIXES = frozenset(
@@ -21,30 +19,44 @@ LARGEST_FILE = 2**30  # no photo; reading it might take all memory
 
 
 @dataclass
-class Files:
-    """What is in a folder and below it, as names relative to it."""
+class Folder:
+    """A folder with the names of all files below it, relative to it."""
 
+    path: Path
     images: list[str]
     others: list[str]
-    problems: dict[str, str]  # what could not be searched, and why
+    left_out: dict[str, str]  # what cannot be used, and why
+
+    def below(self, name: str) -> "Folder":
+        """Return one of the sub-folders."""
+        images, others = (
+            [file.removeprefix(f"{name}/") for file in files if file.startswith(f"{name}/")]
+            for files in (self.images, self.others)
+        )
+        return Folder(self.path / name, images, others, self.left_out)
+
+    @property
+    def sub_folders(self) -> list[str]:
+        """Return those with images in them."""
+        return sorted({name.partition("/")[0] for name in self.images if "/" in name})
 
 
-def find_files(folder: Path, leave_out: Path | None = None) -> Files:
-    """All files in a folder, sorted; links are followed, but every folder is searched once."""
-    files = Files([], [], {})
-    seen, pending, linked = set(), [""], []
-    own = _identity(leave_out) if leave_out is not None and leave_out.exists() else None
+def find_files(path: Path, leave_out: Path | None = None) -> Folder:
+    """Find all files in a folder, sorted; links are followed, but every folder is searched once."""
+    folder = Folder(path, [], [], {})
+    pending, linked = [""], []
+    seen = {_identity(leave_out)} if leave_out is not None and leave_out.exists() else set()
     while pending or linked:
         name = pending.pop() if pending else linked.pop(0)  # links last: a folder keeps its own name
-        path = os.path.join(folder, name)
+        searched = os.path.join(path, name)
         try:
-            identity = _identity(path)
-            if identity == own or identity in seen:
+            identity = _identity(searched)
+            if identity in seen:
                 continue
             seen.add(identity)
-            entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+            entries = sorted(os.scandir(searched), key=lambda entry: entry.name)
         except OSError as error:
-            files.problems[name or "."] = error.strerror or str(error)
+            folder.left_out[portable(name or ".")] = error.strerror or str(error)
             continue
         if name and any(entry.name == LOCK_FILE for entry in entries):
             continue  # a run, a prepared folder or a report of ours, made among the photos
@@ -56,15 +68,15 @@ def find_files(folder: Path, leave_out: Path | None = None) -> Files:
                 (linked if entry.is_symlink() else pending).append(below)
             else:
                 is_image = os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES
-                (files.images if is_image else files.others).append(below)
-    files.images.sort(key=portable)
-    files.others.sort(key=portable)
-    return files
+                (folder.images if is_image else folder.others).append(below)
+    folder.images.sort(key=portable)
+    folder.others.sort(key=portable)
+    return folder
 
 
 def read_file(path: str) -> bytes:
-    """The bytes of an image file; `UndecodableImage` if they cannot be had."""
-    with _one_kind_of_error():
+    """Return the bytes of an image file; raise `UndecodableImage` if they cannot be had."""
+    with errors_as_undecodable():
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             raise UndecodableImage("not a regular file")  # reading a pipe would wait for ever
@@ -76,31 +88,19 @@ def read_file(path: str) -> bytes:
 
 
 def modified_at(path: str) -> float:
-    """When a file was last changed; `UndecodableImage` if it is not there."""
-    with _one_kind_of_error():
+    """Return when a file was last changed; raise `UndecodableImage` if it is not there."""
+    with errors_as_undecodable():
         return os.stat(path).st_mtime
 
 
-@contextmanager
-def _one_kind_of_error() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UndecodableImage(error.strerror or str(error)) from error
-    except UndecodableImage:
-        raise
-    except ValueError as error:  # a name from a table that no file can have
-        raise UndecodableImage(str(error)) from error
-
-
 def portable(name: str) -> str:
-    """A name as it is on every machine: macOS writes accents in two characters, and bytes may be no text at all."""
+    """Return a name as it is on every machine: macOS splits accents in two characters, and bytes may be no text."""
     text = name.encode("utf-8", "surrogatepass").decode("utf-8", "backslashreplace")
     return unicodedata.normalize("NFC", text)
 
 
 def printable(name: str) -> str:
-    """A name on one line of any terminal."""
+    """Return a name on one line of any terminal."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in portable(name))
 
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import torch
 
     from schedulers.ddpm import ExactDDPMScheduler
-    from schedulers.denoising import SamplingMethod
 
 logger = logging.getLogger(__name__)
 
@@ -112,26 +111,6 @@ class SavedModel:
             network_class = getattr(diffusers, self.network_config["_class_name"])
             network = network_class.from_pretrained(self.network_folder)
         return network.to(device).eval()
-
-
-def output_folder(model: SavedModel, method: SamplingMethod, precision: str = "no", condition: str = "") -> Path:
-    """Return where the images of a model go when no folder is named, and where to look for them.
-
-    `condition` is the name of what they are to show.
-    """
-    settings = method.settings
-    parts = [model.label, settings["sampler"], str(settings["num_inference_steps"])]
-    if settings.get("skip_schedule", "linear") != "linear":
-        parts.append(settings["skip_schedule"])
-    if settings.get("eta"):
-        parts.append(f"eta-{settings['eta']:g}")
-    if "variance_type" in settings:
-        parts.append(settings["variance_type"])
-    if precision != "no":
-        parts.append(precision)
-    if condition:
-        parts.append(condition)
-    return model.home / "generated" / "-".join(parts)
 
 
 def find_models(model: str | None, steps: list[str], weights: str | None) -> list[SavedModel]:

@@ -1,35 +1,88 @@
-"""Sampling methods: which timesteps are visited on the way from noise to samples, and the step from each to the next.
+"""From noise to samples (Ho et al. 2020, algorithm 2): the denoising loop, and the methods that step through it.
 
-A method knows nothing of networks and seeds. The loop that uses it is `schedulers/denoising_loop.py`.
+Image i depends on seed i alone. A method decides which timesteps are visited and how to step from each to the next; it
+knows nothing of networks.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from common.randomness import derive_seed
+from common.randomness import derive_seed, generator_for, standard_normal
 from schedulers.ddpm import ExactDDPMScheduler
 
+NOISE_KEY = derive_seed("generation")
 
-class StepNoise(Protocol):
-    """The Gaussian noise of one step, drawn only when a step asks for it; each image's is a function of its seed."""
+# From samples and their timestep, a tensor with one number, to the network's output in float32.
+Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-    def __call__(self) -> torch.Tensor: ...
+
+@torch.inference_mode()
+def denoise(
+    predict: Predict,
+    method: DenoisingMethod,
+    seeds: torch.Tensor,
+    shape: tuple[int, int, int],
+    on_step: Callable[[int, torch.Tensor], None] = lambda number, samples: None,
+    initial_noise: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return one sample in [-1, 1] for each seed, on the seeds' device; `on_step` is called with every step's samples.
+
+    `initial_noise` replaces the noise that the seeds stand for at the start, not that of the steps.
+    """
+    method.begin(seeds.device)
+    noise = StepNoise(seeds, seeds.tolist(), 0, shape)
+    samples = method.noise_scale * (noise() if initial_noise is None else initial_noise)
+    # As one tensor: a number that is passed at each step would be copied to the device there.
+    for number, t in enumerate(torch.tensor(method.timesteps, device=seeds.device), start=1):
+        model_output = predict(method.network_input(samples, number), t)
+        samples = method.step(model_output, number, samples, replace(noise, number=number))
+        on_step(number, samples)
+    return samples
+
+
+@dataclass(frozen=True)
+class StepNoise:
+    """The Gaussian noise of one step, drawn only when a step asks for it, from the seeds and the number alone."""
+
+    seeds: torch.Tensor
+    seeds_on_host: list[int]
+    number: int  # of the step; 0 is the start
+    shape: tuple[int, int, int]
+
+    def __call__(self) -> torch.Tensor:
+        return standard_normal(NOISE_KEY, self.seeds, self.number, self.shape)
 
     def generators(self) -> list[torch.Generator]:
-        """One for each image, for diffusers' schedulers, which draw the noise themselves."""
+        """Return a CPU generator for each image, for diffusers' schedulers, which draw the noise themselves."""
+        return [generator_for("generation", seed, self.number) for seed in self.seeds_on_host]
+
+
+def network_predict(network: Callable[..., Any]) -> Predict:
+    """Wrap a network, perhaps with its condition bound to it, as `denoise` calls it."""
+
+    def predict(samples: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return network(samples, t).sample.float()
+
+    return predict
+
+
+def to_uint8(samples: torch.Tensor) -> torch.Tensor:
+    """Map [-1, 1] to 0 .. 255, rounded to nearest."""
+    return (samples * 127.5 + 128).clamp(0, 255).to(torch.uint8)
 
 
 # Sub-sequences of the timesteps 0 .. T-1, descending.
 
 
 def linear(num_train_timesteps: int, num_inference_steps: int) -> list[int]:
-    """S timesteps spread evenly, the first and the last among them; S = T gives all.
+    """Spread S timesteps evenly, the first and the last among them; S = T gives all.
 
     The code of DDIM steps by T // S instead, which ends before T-1 and for many S gives another number of steps.
     """
@@ -40,10 +93,11 @@ def linear(num_train_timesteps: int, num_inference_steps: int) -> list[int]:
 
 
 def quadratic(num_train_timesteps: int, num_inference_steps: int) -> list[int]:
-    """linspace(0, sqrt(0.8 T), S)^2, rounded down, dense near 0 (Song et al. 2021, DDIM, appendix D.2 and its code).
+    """Take linspace(0, sqrt(0.8 T), S)^2, rounded down, dense near 0 (Song et al. 2021, DDIM, appendix D.2).
 
-    For larger S several of the first ones round to the same timestep. A step from t to t changes nothing, so each is
-    visited once and the samples are those of the code, in fewer steps: 96 for S = 100 and T = 1000. S = 1 is the last.
+    As in its code. For larger S several of the first ones round to the same timestep. A step from t to t changes
+    nothing, so each is visited once and the samples are those of the code, in fewer steps: 96 for S = 100 and T = 1000.
+    S = 1 is the last.
     """
     roots = np.linspace(0, np.sqrt(num_train_timesteps * 0.8), num_inference_steps)
     if num_inference_steps == 1:
@@ -54,57 +108,79 @@ def quadratic(num_train_timesteps: int, num_inference_steps: int) -> list[int]:
 SKIP_SCHEDULES: dict[str, Callable[[int, int], list[int]]] = {"linear": linear, "quadratic": quadratic}
 
 
-class SamplingMethod:
-    """The interface. Step number n, counted from 1, starts at `timesteps[n - 1]`; a network call belongs to each.
+class DenoisingMethod:
+    """The interface. Step number n, counted from 1, starts at `timesteps[n - 1]`, with one call of the network."""
 
-    `settings` is what makes another method of this one, for file names and records; `adds_noise` is whether a step
-    may ask for noise.
-    """
-
-    name: str
     timesteps: list[float]
-    settings: dict[str, object]
-    adds_noise: bool
-    noise_scale: float = 1.0  # of the noise that it all starts from
+    adds_noise: bool  # whether a step may ask for noise
+    noise_scale: float = 1.0  # of the noise at the start
+
+    def __init__(self, name: str, num_inference_steps: int):
+        self.name = name
+        # What tells its images from those of another method, in records.
+        self.settings: dict[str, object] = {"sampler": name, "num_inference_steps": num_inference_steps}
+
+    @property
+    def folder_name(self) -> str:
+        """Return its part of the name of a folder of images."""
+        return f"{self.name}-{self.settings['num_inference_steps']}"
+
+    def __str__(self) -> str:
+        """Describe the method in a line, with what was decided for the user."""
+        return f"{self.name}, {self.settings['num_inference_steps']} steps"
 
     def begin(self, device: torch.device) -> None:
-        """Called before the first step for a batch, for methods that remember earlier steps."""
+        """Forget the batch before; for methods that remember earlier steps."""
 
     def network_input(self, sample: torch.Tensor, number: int) -> torch.Tensor:
-        """What the network is shown of the sample."""
+        """Return the sample as the network is to see it."""
         return sample
 
     def step(self, model_output: torch.Tensor, number: int, sample: torch.Tensor, noise: StepNoise) -> torch.Tensor:
-        """From the sample at this step's timestep to that at the next one's; after the last step, the image."""
+        """Take the sample from this step's timestep to the next one's; after the last step it is the image."""
         raise NotImplementedError
 
 
-class _Exact(SamplingMethod):
-    """Over any sub-sequence, with coefficients in float64 that are rounded once, when they meet the sample."""
+class ExactMethod(DenoisingMethod):
+    """Steps over any sub-sequence, with coefficients in float64 that are rounded once, when they meet the sample."""
 
-    def __init__(self, scheduler: ExactDDPMScheduler, timesteps: list[int]):
+    def __init__(self, name: str, scheduler: ExactDDPMScheduler, num_inference_steps: int, skip_schedule: str):
+        super().__init__(name, num_inference_steps)
         self.scheduler = scheduler
-        self.timesteps = timesteps
+        self.timesteps = SKIP_SCHEDULES[skip_schedule](scheduler.config.num_train_timesteps, num_inference_steps)
+        self.settings["skip_schedule"] = skip_schedule
 
-    def _mean_and_deviation(
+    @property
+    def folder_name(self) -> str:
+        skip_schedule = self.settings["skip_schedule"]
+        return super().folder_name + ("" if skip_schedule == "linear" else f"-{skip_schedule}")
+
+    def __str__(self) -> str:
+        text = f"{super().__str__()}, {self.settings['skip_schedule']}"
+        if len(self.timesteps) < self.settings["num_inference_steps"]:
+            text += f" ({len(self.timesteps)} different timesteps)"
+        return text
+
+    def mean_and_deviation(
         self, model_output: torch.Tensor, t: int, previous: int, sample: torch.Tensor
     ) -> tuple[torch.Tensor, float]:
+        """Return mean and standard deviation of the sample at an earlier timestep, -1 being the image."""
         raise NotImplementedError
 
     def step(self, model_output: torch.Tensor, number: int, sample: torch.Tensor, noise: StepNoise) -> torch.Tensor:
         previous = self.timesteps[number] if number < len(self.timesteps) else -1
-        mean, deviation = self._mean_and_deviation(model_output, self.timesteps[number - 1], previous, sample)
+        mean, deviation = self.mean_and_deviation(model_output, self.timesteps[number - 1], previous, sample)
         return mean + deviation * noise() if deviation > 0 else mean
 
 
-class DDPMSampling(_Exact):
+class DDPM(ExactMethod):
     """Ancestral steps (Ho et al. 2020, algorithm 2).
 
     beta_t is a good variance between neighbours only: over 100 longer steps, where it is that of the sub-sequence, it
     gives an FID of 46.5 on CIFAR-10 where the posterior's gives 11.2 (as published by xyfJASON).
     """
 
-    name = "ddpm"
+    adds_noise = True
 
     def __init__(
         self,
@@ -113,128 +189,115 @@ class DDPMSampling(_Exact):
         variance_type: str | None = None,
         skip_schedule: str = "linear",
     ):
-        total = scheduler.config.num_train_timesteps
-        timesteps = SKIP_SCHEDULES[skip_schedule](total, num_inference_steps)
+        super().__init__("ddpm", scheduler, num_inference_steps, skip_schedule)
         if variance_type is None:
-            variance_type = "fixed_large" if len(timesteps) == total else "fixed_small"
-        super().__init__(with_variance(scheduler.config, variance_type), timesteps)
-        self.adds_noise = True
-        self.settings = {
-            "sampler": self.name,
-            "num_inference_steps": num_inference_steps,
-            "skip_schedule": skip_schedule,
-            "variance_type": variance_type,
-        }
+            variance_type = "fixed_small" if self._skips_timesteps else "fixed_large"
+        self.scheduler = with_variance(scheduler.config, variance_type)
+        self.settings["variance_type"] = variance_type
 
-    def _mean_and_deviation(self, model_output, t, previous, sample):
+    @property
+    def _skips_timesteps(self) -> bool:
+        return len(self.timesteps) < len(self.scheduler.betas)
+
+    @property
+    def folder_name(self) -> str:
+        return f"{super().folder_name}-{self.settings['variance_type']}"
+
+    def __str__(self) -> str:
+        text = f"{super().__str__()}, variance {self.settings['variance_type']}"
+        if self._skips_timesteps and self.settings["variance_type"] == "fixed_small":
+            text += ", the default of a sub-sequence (--variance_type)"
+        return text
+
+    def mean_and_deviation(self, model_output, t, previous, sample):
         return self.scheduler.posterior(model_output, t, previous, sample)
 
 
-class DDIMSampling(_Exact):
-    """Song et al. 2021, eq. 12 and 16: eta = 0 adds no noise, eta = 1 is DDPM with the posterior's variance."""
-
-    name = "ddim"
+class DDIM(ExactMethod):
+    """Song et al. 2021, eq. 12 and 16: eta = 0 adds no noise, the default; eta = 1 is DDPM with fixed_small."""
 
     def __init__(
         self,
         scheduler: ExactDDPMScheduler,
         num_inference_steps: int,
-        eta: float = 0.0,
+        eta: float | None = None,
         skip_schedule: str = "linear",
     ):
-        super().__init__(
-            scheduler, SKIP_SCHEDULES[skip_schedule](scheduler.config.num_train_timesteps, num_inference_steps)
-        )
-        self.eta = eta
-        self.adds_noise = eta > 0
-        self.settings = {
-            "sampler": self.name,
-            "num_inference_steps": num_inference_steps,
-            "skip_schedule": skip_schedule,
-            "eta": eta,
-        }
+        super().__init__("ddim", scheduler, num_inference_steps, skip_schedule)
+        self.settings["eta"] = self.eta = eta or 0.0
+        self.adds_noise = self.eta > 0
 
-    def _mean_and_deviation(self, model_output, t, previous, sample):
+    @property
+    def folder_name(self) -> str:
+        return super().folder_name + (f"-eta-{self.eta:g}" if self.eta else "")
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, eta {self.eta:g}"
+
+    def mean_and_deviation(self, model_output, t, previous, sample):
         return self.scheduler.implicit(model_output, t, previous, sample, self.eta)
 
 
 def with_variance(config: dict, variance_type: str) -> ExactDDPMScheduler:
-    """The exact scheduler of a configuration, with this variance whatever it says."""
+    """Return the exact scheduler of a configuration, with this variance whatever it says."""
     return ExactDDPMScheduler.from_config({**config, "variance_type": variance_type})
 
 
-class DiffusersSampling(SamplingMethod):
+class DiffusersMethod(DenoisingMethod):
     """Any scheduler that diffusers calls compatible with DDPMScheduler, by its own step, on this model's betas.
 
     Noise is drawn by the scheduler from generators of our choice, one for each image and step.
     """
 
     def __init__(self, scheduler: ExactDDPMScheduler, name: str, num_inference_steps: int):
+        super().__init__(name, num_inference_steps)
         classes = {compatible.__name__: compatible for compatible in scheduler.compatibles}
         if name not in classes:
             raise UnusableScheduler(f"is not one that fits; use one of {', '.join(sorted(classes))}")
-        self.name = name
-        self.num_inference_steps = num_inference_steps
-        self.settings = {"sampler": name, "num_inference_steps": num_inference_steps}
         try:
-            self._theirs = classes[name].from_config(
+            self._scheduler = classes[name].from_config(
                 scheduler.config, beta_schedule="linear", trained_betas=scheduler.betas.tolist()
             )
-            if not hasattr(self._theirs, "alphas_cumprod"):
+            if not hasattr(self._scheduler, "alphas_cumprod"):
                 raise UnusableScheduler("has noise levels of its own, not those that the model was trained with")
-            self._takes_generator = "generator" in _parameters(self._theirs.step)
+            self._takes_generator = "generator" in inspect.signature(self._scheduler.step).parameters
             self.begin(torch.device("cpu"))
-            self.timesteps = self._theirs.timesteps.tolist()
-            self.noise_scale = float(self._theirs.init_noise_sigma)
-            self._try()
+            self.timesteps = self._scheduler.timesteps.tolist()
+            self.noise_scale = float(self._scheduler.init_noise_sigma)
+            self._try_all_steps()
         except UnusableScheduler:
             raise
         except Exception as error:  # whatever the step of a scheduler made for something else runs into
             raise UnusableScheduler(f"cannot be used here ({' '.join(str(error).split())})") from error
 
+    def __str__(self) -> str:
+        calls, steps = len(self.timesteps), self.settings["num_inference_steps"]
+        return super().__str__() + ("" if calls == steps else f" ({calls} calls of the network)")
+
     def begin(self, device: torch.device) -> None:
-        self._theirs.set_timesteps(self.num_inference_steps, device=device)
+        self._scheduler.set_timesteps(self.settings["num_inference_steps"], device=device)
 
     def network_input(self, sample: torch.Tensor, number: int) -> torch.Tensor:
-        return self._theirs.scale_model_input(sample, self._theirs.timesteps[number - 1])
+        return self._scheduler.scale_model_input(sample, self._scheduler.timesteps[number - 1])
 
     def step(self, model_output: torch.Tensor, number: int, sample: torch.Tensor, noise: StepNoise) -> torch.Tensor:
         drawing = {"generator": noise.generators()} if self._takes_generator and self.adds_noise else {}
-        return self._theirs.step(model_output, self._theirs.timesteps[number - 1], sample, **drawing).prev_sample
+        t = self._scheduler.timesteps[number - 1]
+        return self._scheduler.step(model_output, t, sample, **drawing).prev_sample
 
-    def _try(self) -> None:
-        """Run all steps on a few numbers: an image must be the same alone and among others, and know its own noise."""
+    def _try_all_steps(self) -> None:
+        """Denoise a few numbers: an image must be the same alone and among others, and know its own noise."""
+
+        def denoised(*seeds: int) -> torch.Tensor:
+            start = torch.linspace(-1, 1, 16).reshape(1, 1, 4, 4).repeat(len(seeds), 1, 1, 1)
+            return denoise(lambda samples, t: samples * 0.5, self, torch.tensor(seeds), (1, 4, 4), initial_noise=start)
+
         self.adds_noise = True
-        among_others, alone = self._run([0, 1]), self._run([1])
+        among_others, alone = denoised(0, 1), denoised(1)
         if not torch.equal(among_others[1], alone[0]):
             raise UnusableScheduler("gives an image that depends on more than its seed")
         self.adds_noise = not torch.equal(among_others[0], among_others[1])
 
-    def _run(self, seeds: list[int]) -> torch.Tensor:
-        self.begin(torch.device("cpu"))
-        sample = torch.linspace(-1, 1, 16).reshape(1, 1, 4, 4).repeat(len(seeds), 1, 1, 1) * self.noise_scale
-        for number in range(1, len(self.timesteps) + 1):
-            model_output = self.network_input(sample, number) * 0.5
-            sample = self.step(model_output, number, sample, _TrialNoise(seeds, number))
-        return sample
-
-
-class _TrialNoise:
-    def __init__(self, seeds: list[int], number: int):
-        self.seeds, self.number = seeds, number
-
-    def generators(self) -> list[torch.Generator]:
-        return noise_generators(self.seeds, self.number)
-
-
-def noise_generators(seeds: list[int], number: int) -> list[torch.Generator]:
-    """For each seed a CPU generator of the noise of one step: the same numbers whatever the device of the images."""
-    return [torch.Generator().manual_seed(derive_seed("generation", seed, number)) for seed in seeds]
-
 
 class UnusableScheduler(Exception):
     """A scheduler of diffusers that cannot be used, with the reason as the end of a sentence about it."""
-
-
-def _parameters(function: Callable) -> list[str]:
-    return list(inspect.signature(function).parameters)

@@ -20,7 +20,7 @@ from evaluation.classifier import Classifier, hold_out, load_classifier
 from evaluation.evaluate_options import EvaluationOptions
 from evaluation.image_sets import EncodedImages, batches_of, open_images
 from image_data.annotations import find_labels
-from image_data.sources import load_images
+from image_data.sources import NamedDataset, load_images
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def pixels_of(images) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    source = load_images("digits")
+    source = load_images(NamedDataset("digits"))
     return pixels_of(EncodedImages(source, 8, 1)), find_labels(source).of_row
 
 
@@ -197,7 +197,7 @@ def test_uneven_classes_are_told_and_read_in_their_proportions(class_run, digits
 
     from common.processes import start_processes
 
-    uneven = EncodedImages(load_images("digits"), 8, 1)
+    uneven = EncodedImages(load_images(NamedDataset("digits")), 8, 1)
     labels = find_labels(uneven.files).of_row
     uneven.rows = torch.nonzero((labels == 3) | (torch.arange(len(labels)) < 900)).flatten().tolist()
     monkeypatch.setattr("evaluation.asked.load_classifier", lambda *given: reader)

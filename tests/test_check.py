@@ -296,14 +296,14 @@ def test_workers_see_the_same(report, tmp_path):
 
 def test_a_signal_stops_the_check(report, tmp_path, monkeypatch):
     root = classes(tmp_path / "photos", {"cat": 20, "dog": 20})
-    look = report_room._Inspector._look
+    inspect = report_room._inspect
 
-    def stopped(self, photo):
+    def stopped(photo):
         if photo.name == "cat/003.jpg":
             os.kill(os.getpid(), signal.SIGINT)
-        return look(self, photo)
+        return inspect(photo)
 
-    monkeypatch.setattr(report_room._Inspector, "_look", stopped)
+    monkeypatch.setattr(report_room, "_inspect", stopped)
     before = signal.getsignal(signal.SIGINT)
     prepare_data.interruption.listen()
     try:

@@ -22,12 +22,11 @@ from common.interruption import Interrupted
 from conditions.condition import RowSampler
 from conditions.conditional_pipeline import guide
 from conditions.text_encoder import EncodedCaptions, TextEncoder, location_of, words_of
-from image_data.annotations import find_labels, spoken
+from image_data.annotations import class_in_words, find_labels
 from image_data.batches import BalancedOrder, TrainingBatches
 from image_data.decode import decode_image
-from image_data.digits import load_digits
-from image_data.sources import load_images
-from image_data.training_images import TrainingImages
+from image_data.sources import NamedDataset, load_digits, load_images
+from image_data.store import TrainingImages
 from run_folder.config import parse_conditional_config
 from schedulers.ddpm import build_scheduler
 from training.milestones import Milestones, digest_of
@@ -266,7 +265,7 @@ def test_resumed_equals_uninterrupted(kind, class_run, text_run, tiny_flags, tex
 
 def test_another_condition_does_not_continue_a_run(class_run, text_run, train_conditional, text_flags, monkeypatch):
     renamed = load_digits().cast_column("label", ClassLabel(names=list("abcdefghij")))
-    monkeypatch.setattr("image_data.digits.load_digits", lambda: renamed)
+    monkeypatch.setattr("image_data.sources.load_digits", lambda: renamed)
     with pytest.raises(UserError, match="holds a run with other settings .class_names"):
         train_conditional(class_run, "--max_train_steps=9")
     with pytest.raises(UserError, match="holds a run with other settings .*condition text -> class"):
@@ -279,7 +278,7 @@ def inputs_by_class(run: Path, labels: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def inputs_by_text(run: Path, labels: torch.Tensor) -> dict[str, torch.Tensor]:
     """The caption of each class as the pipeline encodes it; the empty one for the eleventh."""
-    prompts = [*(f"a handwritten {spoken(digit)}" for digit in "0123456789"), ""]
+    prompts = [*(f"a handwritten {class_in_words(digit)}" for digit in "0123456789"), ""]
     states, mask = TextEncoder(str(run / "text_encoder"), CPU, str(run / "tokenizer")).encode(prompts)
     return {"encoder_hidden_states": states[labels], "encoder_attention_mask": mask[labels]}
 
@@ -294,7 +293,7 @@ def test_the_condition_is_learnt(kind, network, inputs_of, tiny_flags, text_flag
     base = tiny_flags if kind == "class" else text_flags
     run = train_conditional(tmp_path / "run", *flags, "--train_batch_size=32", base=base)
     unet = network.from_pretrained(run / "unet").eval()
-    digits = load_images("digits")
+    digits = load_images(NamedDataset("digits"))
     pixels = [torch.tensor(decode_image(digits.read(row), 1, 8, True)) for row in range(500)]
     images, labels = torch.stack(pixels) / 127.5 - 1, find_labels(digits).of_row[:500]
     generator = torch.Generator().manual_seed(0)
@@ -451,7 +450,7 @@ def test_mistakes_are_explained(flags, message):
 def test_columns_that_are_not_there_are_missed_before_images_are_decoded(
     flags, message, text_encoder, train_conditional, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("image_data.training_images.prepare_images", lambda *_, **__: pytest.fail("decoded first"))
+    monkeypatch.setattr("image_data.store.load_training_images", lambda *_, **__: pytest.fail("decoded first"))
     with pytest.raises(UserError, match=message):
         train_conditional(tmp_path / "run", *flags, f"--text_encoder={text_encoder}")
     assert not (tmp_path / "run").exists()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from image_data.decode import UndecodableImage, aspect_ratio, decode_image, is_grey
+from image_data.decode import UndecodableImage, decode_image, is_grey, stored_size
 
 RAMP = np.array([[0, 1, 2], [50, 77, 128], [200, 254, 255]], np.uint8)  # 3x3 grey
 COLOURS = np.array([[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [10, 20, 30]]], np.uint8)  # 2x2 RGB
@@ -324,7 +324,7 @@ def test_every_truncation_is_one_kind_of_error():
 @pytest.mark.parametrize("limit", [63 * 64, 31 * 64])  # Pillow warns above its limit, and refuses above twice that
 def test_decompression_bombs_are_refused(monkeypatch, limit):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-    for function in (lambda data: decode_image(data, 3, 8, True), is_grey, aspect_ratio):
+    for function in (lambda data: decode_image(data, 3, 8, True), is_grey, stored_size):
         with pytest.raises(UndecodableImage, match="decompression bomb"):
             function(encode(NOISE))
 
@@ -387,11 +387,11 @@ def test_is_grey_looks_at_palettes(kind):
 def test_headers_are_enough():
     data = encode(NOISE[:, :32])[:60]
     assert not is_grey(data)
-    assert aspect_ratio(data) == 2
-    assert aspect_ratio(encode(NOISE[:32], "JPEG")[:700]) == 2
+    assert stored_size(data) == (64, 32)
+    assert stored_size(encode(NOISE[:32], "JPEG")[:700]) == (32, 64)
 
 
 def test_headers_of_no_image():
-    for function in (is_grey, aspect_ratio):
+    for function in (is_grey, stored_size):
         with pytest.raises(UndecodableImage, match="known format"):
             function(b"nothing")

@@ -21,12 +21,11 @@ from PIL import Image
 from common import interruption
 from common.errors import RunFailed, UserError
 from conditions.guidance import GenerationCondition
-from generation.engine import Job, Pace, RunningNetwork, choose_batch_size, divide, generate_images
+from generation.engine import InferenceSettings, Job, RunningNetwork, choose_batch_size, divide, generate_images
 from generation.engine import generate as generate_batches
 from generation.generate_options import as_ranges, parse_generation, seeds_of
 from run_folder.saved_model import find_models
-from schedulers.denoising import DDIMSampling
-from schedulers.denoising_loop import Predict
+from schedulers.denoising import DDIM, Predict
 
 FAST = ["--ddim", "--num_inference_steps=5"]
 
@@ -200,12 +199,13 @@ def test_the_network_only_sees_full_batches(run, alone):
             return predict
 
     (model,) = find_models(str(run), [], None)
-    method = DDIMSampling(model.scheduler, 3)
-    job = Job(model, method, divide(range(10), 4), Watching())
-    made = [(seeds, images) for _, seeds, images in generate_batches([job], alone, Pace(4))]
+    method = DDIM(model.scheduler, 3)
+    job, settings = Job(model, method, Watching()), InferenceSettings(batch_size=4)
+    batches = [(job, batch) for batch in divide(range(10), 4)]
+    made = [(seeds, images) for _, seeds, images in generate_batches(batches, alone, settings)]
     assert set(seen) == {(4, 4)}
     assert [seeds for seeds, _ in made] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    in_memory = list(generate_images(Job(model, method), range(10), alone, Pace(4)))
+    in_memory = list(generate_images(Job(model, method), range(10), alone, settings))
     for (seeds, images), (other_seeds, others) in zip(made, in_memory, strict=True):
         assert seeds == other_seeds
         assert torch.equal(images, others)
@@ -214,11 +214,11 @@ def test_the_network_only_sees_full_batches(run, alone):
 
 def test_the_largest_batch_that_pays(run, alone, monkeypatch):
     (model,) = find_models(str(run), [], None)
-    job = Job(model, DDIMSampling(model.scheduler, 3))
+    job = Job(model, DDIM(model.scheduler, 3))
 
     def choose(seconds: Callable[[int], float], images: int = 10**6) -> int:
         monkeypatch.setattr(RunningNetwork, "seconds_per_pass", lambda self, size: seconds(size))
-        return choose_batch_size(job, alone, images, channels_last=False)
+        return choose_batch_size(job, images, alone, InferenceSettings())
 
     def small_memory(size: int) -> float:
         if size > 100:
@@ -244,7 +244,7 @@ def test_the_batch_size_that_was_chosen_is_kept(run, reference, tmp_path, monkey
     def never(*arguments: object) -> int:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("generation.collection.choose_batch_size", never)
+    monkeypatch.setattr("generation.sample_folder.choose_batch_size", never)
     generate(run, *FAST, f"--output_dir={tmp_path / 'out'}")
     assert hashes(tmp_path / "out") == hashes(reference)
 
@@ -405,7 +405,7 @@ def test_a_full_disk_is_one_line(run, reference, tmp_path, monkeypatch):
     numbers, write_bytes = itertools.count(), Path.write_bytes
 
     def full(path: Path, content: bytes) -> int:
-        if path.name.endswith(".png.tmp") and next(numbers) >= 20:
+        if ".png." in path.name and path.name.endswith(".tmp") and next(numbers) >= 20:
             write_bytes(path, content[:10])
             raise OSError(28, "No space left on device")
         return write_bytes(path, content)
@@ -435,9 +435,10 @@ def test_pictures_beside_the_images(run, tmp_path):
 
 
 def test_the_nearest_training_image_of_a_training_image_is_itself(run):
-    from generation.pictures import load_training_images, nearest
+    from generation.pictures import images_to_compare, nearest
 
-    images = load_training_images(run, (1, 8, 8), None, None)
+    (model,) = find_models(str(run), [], None)
+    images = images_to_compare(model, parse_generation([]))
     wanted = torch.tensor([0, 5, 1500])
     found = nearest(images.crops(wanted, torch.zeros(3, 2)), images, 4)
     assert found[:, 0].tolist() == wanted.tolist()

@@ -28,9 +28,8 @@ from common.machine import default_num_workers
 from conditions.condition import NoCondition
 from image_data import batches, store
 from image_data.batches import TrainingBatches, epoch_order
-from image_data.sources import load_images
-from image_data.store import InMemoryImages, StreamedImages, prepare_images
-from image_data.training_images import TrainingImages
+from image_data.sources import NamedDataset, load_images
+from image_data.store import ImageFormat, InMemoryImages, StreamedImages, TrainingImages, load_training_images
 from image_data.workers import load_in_workers
 
 ROOT = Path(__file__).parent.parent
@@ -58,25 +57,34 @@ def image_folder(path, count=12, **options):
 
 @pytest.fixture
 def load(tmp_path):
-    return lambda *args, **options: load_images(*args, cache_dir=str(tmp_path / "datasets"), **options)
+    def load(*args, split="train", **options):
+        return load_images(NamedDataset(*args, cache_dir=str(tmp_path / "datasets"), **options), split)
+
+    return load
 
 
 @pytest.fixture
 def prepare(tmp_path):
-    def prepare(source, **changes):
-        options = {
-            "resolution": 8,
-            "channels": 3,
-            "center_crop": False,
-            "memory_limit_bytes": GIGABYTE,
-            "num_workers": 0,
-            "cache_dir": tmp_path / "prepared",
-            "work_here": True,
-            "wait": lambda: None,
-        }
-        return prepare_images(source, **(options | changes))
+    def prepare(source, memory_limit_bytes=GIGABYTE, num_workers=0, work_here=True, wait=lambda: None, **changes):
+        processes = SimpleNamespace(is_local_main=work_here, wait=wait)
+        changes = {"cache_dir": tmp_path / "prepared", **changes}
+        options = image_options(memory_limit_bytes=memory_limit_bytes, num_workers=num_workers, **changes)
+        return load_training_images(options, source, processes).images
 
     return prepare
+
+
+def image_options(cache_dir, memory_limit_bytes=GIGABYTE, num_workers=0, **changes):
+    options = {
+        "resolution": 8,
+        "channels": "3",
+        "center_crop": False,
+        "in_memory_limit_gb": memory_limit_bytes / GIGABYTE,
+        "dataloader_num_workers": num_workers,
+        "on_bad_image": "fail",
+        "cache_dir": str(cache_dir),
+    }
+    return SimpleNamespace(**(options | changes))
 
 
 @pytest.fixture
@@ -373,9 +381,10 @@ def test_too_few_samples(load):
 FINGERPRINT = """
 import sys
 import image_data.batches
-from image_data.sources import load_images
+from image_data.sources import NamedDataset, load_images
 assert "datasets" not in sys.modules and "sklearn" not in sys.modules  # slow to import, and not always needed
-print(load_images("digits").fingerprint, load_images(train_data_dir=sys.argv[1], cache_dir=sys.argv[2]).fingerprint)
+folder = NamedDataset(train_data_dir=sys.argv[1], cache_dir=sys.argv[2])
+print(load_images(NamedDataset("digits")).fingerprint, load_images(folder).fingerprint)
 """
 
 
@@ -589,7 +598,7 @@ def test_a_full_disk(photos, prepare, monkeypatch, tmp_path):
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(store.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError) as caught:
         prepare(photos)
     assert f"to {tmp_path}/prepared (No space left on device)" in str(caught.value)
@@ -626,17 +635,7 @@ def test_a_cache_that_is_not_shared(photos, prepare):
 
 def prepare_at_once(start, results, source, cache_dir):
     start.wait()
-    images = prepare_images(
-        source,
-        resolution=8,
-        channels=1,
-        center_crop=True,
-        memory_limit_bytes=GIGABYTE,
-        num_workers=0,
-        cache_dir=cache_dir,
-        work_here=True,
-        wait=lambda: None,
-    )
+    images = load_training_images(image_options(cache_dir, channels="1", center_crop=True), source).images
     results.put((len(images), int(everything(images).sum())))
 
 
@@ -866,9 +865,8 @@ def test_everything_that_workers_need_can_be_pickled(photos, prepare, load):
     for source in (photos, load("digits")):
         copy = pickle.loads(pickle.dumps(source))
         assert (copy.read(3), copy.describe(3)) == (source.read(3), source.describe(3))
-    kind = store._Kind(8, 3, False)
-    decoded = pickle.loads(pickle.dumps(store._DecodedRows(photos, kind, True)))
-    assert [outcome.shape for outcome in decoded[range(2)]] == [(3, 15, 8), (3, 8, 9)]
+    decoder = pickle.loads(pickle.dumps(store._Decoder(photos, ImageFormat(8, 3, False), True)))
+    assert [decoder(row).shape for row in range(2)] == [(3, 15, 8), (3, 8, 9)]
     steps = batches._Steps(batches_of(prepare(photos, memory_limit_bytes=0)))
     for copied, original in zip(pickle.loads(pickle.dumps(steps))[5], steps[5], strict=True):
         np.testing.assert_array_equal(copied, original)

@@ -8,8 +8,7 @@ import torch
 
 from common.randomness import standard_normal
 from schedulers.ddpm import ExactDDPMScheduler
-from schedulers.denoising import DDPMSampling
-from schedulers.denoising_loop import NOISE_KEY, denoise, network_predict, to_uint8
+from schedulers.denoising import DDPM, NOISE_KEY, denoise, network_predict, to_uint8
 
 # A stock scheduler has float32 tables; over all 1000 steps that has been measured as 0.004 of 255 grey levels.
 LARGEST_DIFFERENCE = 0.05
@@ -55,7 +54,7 @@ def test_the_denoising_loop_is_that_of_the_stock_scheduler(train, tmp_path, monk
     pipeline = DDPMPipeline.from_pretrained(run)
     seeds = torch.arange(4)
     exact = ExactDDPMScheduler.from_config(pipeline.scheduler.config)
-    ours = denoise(network_predict(pipeline.unet), DDPMSampling(exact, 1000), seeds, (1, 8, 8))
+    ours = denoise(network_predict(pipeline.unet), DDPM(exact, 1000), seeds, (1, 8, 8))
 
     pipeline.scheduler.set_timesteps(1000)
     samples = standard_normal(NOISE_KEY, seeds, 0, (1, 8, 8))
@@ -72,7 +71,7 @@ def test_an_image_depends_on_its_seed_alone(tiny_network):
 
     torch.manual_seed(0)
     unet = UNet2DModel.from_config(UNet2DModel.load_config(tiny_network)).eval()
-    method = DDPMSampling(ExactDDPMScheduler(variance_type="fixed_large"), 20, "fixed_large")
+    method = DDPM(ExactDDPMScheduler(variance_type="fixed_large"), 20, "fixed_large")
     predict = network_predict(unet)
     seeds = torch.tensor([5, 0, 2**40, 7])
     together = denoise(predict, method, seeds, (1, 8, 8))

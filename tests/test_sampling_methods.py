@@ -7,15 +7,15 @@ import torch
 from common.randomness import generator_for
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from schedulers.denoising import (
-    DDIMSampling,
-    DDPMSampling,
-    DiffusersSampling,
+    DDIM,
+    DDPM,
+    DiffusersMethod,
     UnusableScheduler,
+    denoise,
     linear,
     quadratic,
     with_variance,
 )
-from schedulers.denoising_loop import denoise
 
 T = 1000
 SHAPE = (1, 8, 8)
@@ -47,7 +47,7 @@ def a_step(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("variance_type", ["fixed_large", "fixed_small"])
 @pytest.mark.parametrize("kind", ["linear-1000", "linear-37", "linear-2", "linear-1", "quadratic-100", "random"])
 def test_ddpm_steps(kind, variance_type):
-    method = DDPMSampling(build_scheduler(), 10, variance_type)
+    method = DDPM(build_scheduler(), 10, variance_type)
     method.timesteps = subsequence(kind)
     for number in range(1, len(method.timesteps) + 1):
         a_t, a_s = levels(method.timesteps, number)
@@ -69,7 +69,7 @@ def test_ddpm_steps(kind, variance_type):
 def test_ddim_steps(kind, eta, clip_sample):
     """Eq. 12 with eq. 16, as DDIM's code writes it, in terms of epsilon."""
     scheduler = ExactDDPMScheduler.from_config(build_scheduler().config, clip_sample=clip_sample)
-    method = DDIMSampling(scheduler, 10, eta)
+    method = DDIM(scheduler, 10, eta)
     method.timesteps = subsequence(kind)
     for number in range(1, len(method.timesteps) + 1):
         a_t, a_s = levels(method.timesteps, number)
@@ -86,8 +86,8 @@ def test_ddim_steps(kind, eta, clip_sample):
 
 
 def test_ddim_with_all_steps_and_eta_1_is_ddpm():
-    ddim = DDIMSampling(build_scheduler(), T, eta=1.0)
-    ddpm = DDPMSampling(build_scheduler(), T, "fixed_small")
+    ddim = DDIM(build_scheduler(), T, eta=1.0)
+    ddpm = DDPM(build_scheduler(), T, "fixed_small")
     assert ddim.timesteps == ddpm.timesteps == list(range(T))[::-1]
     for number in range(1, T + 1):
         sample, output, noise = a_step(number)
@@ -96,7 +96,7 @@ def test_ddim_with_all_steps_and_eta_1_is_ddpm():
 
 
 def test_ddim_without_noise_asks_for_none():
-    method = DDIMSampling(build_scheduler(), 20)
+    method = DDIM(build_scheduler(), 20)
     sample, output, _ = a_step(0)
 
     def noise() -> torch.Tensor:
@@ -108,12 +108,12 @@ def test_ddim_without_noise_asks_for_none():
 
 
 def test_what_variance_follows_from_the_number_of_steps():
-    assert DDPMSampling(build_scheduler(), T).settings["variance_type"] == "fixed_large"
-    assert DDPMSampling(build_scheduler(), 999).settings["variance_type"] == "fixed_small"
-    assert DDPMSampling(build_scheduler(), 100, "fixed_large").scheduler.config.variance_type == "fixed_large"
+    assert DDPM(build_scheduler(), T).settings["variance_type"] == "fixed_large"
+    assert DDPM(build_scheduler(), 999).settings["variance_type"] == "fixed_small"
+    assert DDPM(build_scheduler(), 100, "fixed_large").scheduler.config.variance_type == "fixed_large"
     # What the model's configuration says of it does not count: stock pipelines say fixed_small by default.
     stock = with_variance(build_scheduler().config, "fixed_small")
-    assert DDPMSampling(stock, T).scheduler.config.variance_type == "fixed_large"
+    assert DDPM(stock, T).scheduler.config.variance_type == "fixed_large"
 
 
 @pytest.mark.parametrize("total", [10, 100, 333, 1000, 4000])
@@ -128,7 +128,7 @@ def test_quadratic_subsequence_is_that_of_ddim(total):
 
 
 def test_a_timestep_that_comes_twice_changes_nothing():
-    method = DDIMSampling(build_scheduler(), 10)
+    method = DDIM(build_scheduler(), 10)
     sample, output, _ = a_step(0)
     method.scheduler.register_to_config(clip_sample=False)
     method.timesteps = [5, 5]
@@ -148,7 +148,7 @@ def perfect(samples: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", [name for name in COMPATIBLE if name not in UNUSABLE])
 def test_schedulers_of_diffusers(name):
     """They draw the distribution that they should, and an image depends on its seed alone."""
-    method = DiffusersSampling(build_scheduler(), name, 50)
+    method = DiffusersMethod(build_scheduler(), name, 50)
     seeds = torch.arange(64)
     torch.manual_seed(0)
     samples = denoise(perfect, method, seeds, SHAPE)
@@ -163,7 +163,7 @@ def test_schedulers_of_diffusers(name):
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_schedulers_that_do_not_fit_are_refused(name):
     with pytest.raises(UnusableScheduler, match=UNUSABLE[name]):
-        DiffusersSampling(build_scheduler(), name, 10)
+        DiffusersMethod(build_scheduler(), name, 10)
 
 
 def test_a_scheduler_that_draws_noise_from_elsewhere_is_refused(monkeypatch):
@@ -175,12 +175,12 @@ def test_a_scheduler_that_draws_noise_from_elsewhere_is_refused(monkeypatch):
 
     monkeypatch.setattr(ExactDDPMScheduler, "compatibles", [Careless])
     with pytest.raises(UnusableScheduler, match="depends on more than its seed"):
-        DiffusersSampling(build_scheduler(), "Careless", 10)
+        DiffusersMethod(build_scheduler(), "Careless", 10)
     with pytest.raises(UnusableScheduler, match="use one of Careless"):
-        DiffusersSampling(build_scheduler(), "FlowMatchEulerDiscreteScheduler", 10)
+        DiffusersMethod(build_scheduler(), "FlowMatchEulerDiscreteScheduler", 10)
 
 
-@pytest.mark.parametrize("method", [DDPMSampling(build_scheduler(), 100), DDIMSampling(build_scheduler(), 100)])
+@pytest.mark.parametrize("method", [DDPM(build_scheduler(), 100), DDIM(build_scheduler(), 100)])
 def test_our_methods_on_the_same_data(method):
     samples = denoise(perfect, method, torch.arange(64), SHAPE)
     assert 0.45 < samples.std() < 0.55

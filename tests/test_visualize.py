@@ -38,15 +38,15 @@ def draw(monkeypatch, *flags: str) -> None:
 @pytest.fixture
 def drawn(monkeypatch) -> list[Figure]:
     """The figures that a test has drawn, to look into."""
-    figures = []
+    figures, drawing = [], plots.drawing
 
     @contextmanager
     def recording(*arguments, **options):
-        with plots.drawing(*arguments, **options) as (figure, panels):
+        with drawing(*arguments, **options) as (figure, panels):
             figures.append(figure)
             yield figure, panels
 
-    for room in (diffusion, run_curves):
+    for room in (diffusion, plots):
         monkeypatch.setattr(room, "drawing", recording)
     return figures
 

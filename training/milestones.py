@@ -16,8 +16,7 @@ from common.progress import progress_bar
 from image_data.grid import image_grid, side_by_side
 from run_folder.checkpoints import describe, newest
 from run_folder.folder import RunFolder
-from schedulers.denoising import DDPMSampling
-from schedulers.denoising_loop import denoise, network_predict, to_uint8
+from schedulers.denoising import DDPM, denoise, network_predict, to_uint8
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -48,7 +47,7 @@ class Milestones:
         self.model_steps = config.save_model_epochs and config.save_model_epochs * steps_per_epoch
         full_length = config.ddpm_num_inference_steps == config.ddpm_num_steps
         variance_type = run.process.config.variance_type if full_length else None
-        self.sampling = DDPMSampling(run.process, config.ddpm_num_inference_steps, variance_type)
+        self.sampling = DDPM(run.process, config.ddpm_num_inference_steps, variance_type)
         # A row for each class or prompt, or nearly a square.
         rows = len(run.condition.rows_of_grid)
         self.columns = config.eval_batch_size // rows if rows else max(1, round(config.eval_batch_size**0.5))

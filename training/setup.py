@@ -38,7 +38,7 @@ from training.update import Update
 if TYPE_CHECKING:
     from common.processes import Processes
     from conditions.condition import Condition
-    from image_data.training_images import TrainingImages
+    from image_data.store import TrainingImages
 
 Ending = Literal["finished", "stopped"] | None
 

@@ -1,4 +1,4 @@
-"""Curves over t of what a run can be told: beta schedules, timestep samplers and loss weights."""
+"""Curves over t of what a run can choose: beta schedules, timestep samplers and loss weights."""
 
 import itertools
 from pathlib import Path
@@ -7,47 +7,42 @@ import torch
 from matplotlib.axes import Axes
 
 from common.errors import say
-from common.plots import COLOURS, NOTE, drawing, legend_beside
+from common.plots import COLOURS, NOTE, drawing, legend_beside, single_panel
 from common.randomness import generator_for
 from schedulers.ddpm import ExactDDPMScheduler
 from schedulers.loss import TIMESTEP_SAMPLERS
 from schedulers.timestep_samplers import TimestepSampler
-from schedulers.weighting import LOSS_WEIGHTINGS, weighting_table
+from schedulers.weighting import LOSS_WEIGHTINGS, signal_to_noise, weighting_table
 
 BATCHES, BATCH_SIZE = 800, 128  # about 100,000 timesteps, drawn as a run draws them: a sampler may look at the batch
 BARS = 50
+TIMESTEP = "timestep $t$"
 VISIBLE_WEIGHTS = (1e-4, 1e3)  # some reach 1e-9 or 1e9 where an image begins or ends, which would squeeze the rest
 PREDICTIONS = {"epsilon": r"error of $\epsilon$", "v_prediction": "error of $v$", "sample": "error of $x_0$"}
 
 
 def draw_betas(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Path:
-    """beta_t of every schedule."""
-    with drawing(path) as (_, panels):
-        axes = panels.item()
+    """Draw beta_t of every schedule."""
+    title = "How much noise each step of the forward process adds"
+    with single_panel(path, title, TIMESTEP, r"$\beta_t$", yscale="log") as axes:
         for name, scheduler in schedulers.items():
             axes.plot(scheduler.betas, label=name)
-        axes.set(title="How much noise each step of the forward process adds", yscale="log")
-        axes.set(xlabel="timestep $t$", ylabel=r"$\beta_t$")
-        legend_beside(panels)
     return path
 
 
 def draw_snr(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Path:
-    """SNR_t = a_t / (1 - a_t) of every schedule: what is left of the image in x_t."""
-    with drawing(path) as (_, panels):
-        axes = panels.item()
+    """Draw SNR_t = a_t / (1 - a_t) of every schedule: what is left of the image in x_t."""
+    title = "Signal-to-noise ratio of $x_t$: how fast the image dissolves"
+    with single_panel(path, title, TIMESTEP, r"SNR$_t = \bar\alpha_t\,/\,(1 - \bar\alpha_t)$", yscale="log") as axes:
         for name, scheduler in schedulers.items():
-            axes.plot(scheduler.alphas_cumprod / (1 - scheduler.alphas_cumprod), label=name)
+            axes.plot(signal_to_noise(scheduler.alphas_cumprod), label=name)
         axes.axhline(1, color=NOTE, linewidth=0.8, linestyle="-")
         axes.text(len(scheduler.betas), 1.3, "as much image as noise", color=NOTE, fontsize=8, ha="right")
-        axes.set(title="Signal-to-noise ratio of $x_t$: how fast the image dissolves", yscale="log")
-        axes.set(xlabel="timestep $t$", ylabel=r"SNR$_t = \bar\alpha_t\,/\,(1 - \bar\alpha_t)$")
-        legend_beside(panels)
     return path
 
 
 def build_samplers(schedulers: dict[str, ExactDDPMScheduler]) -> dict[str, dict[str, TimestepSampler]]:
-    """Every timestep sampler for every schedule, by name and schedule; one that cannot be is named and left out."""
+    """Return every timestep sampler for every schedule, by name and schedule; say which cannot be built."""
     samplers = {}
     for name, kind in TIMESTEP_SAMPLERS.items():
         try:
@@ -58,56 +53,46 @@ def build_samplers(schedulers: dict[str, ExactDDPMScheduler]) -> dict[str, dict[
 
 
 def draw_samplers(samplers: dict[str, dict[str, TimestepSampler]], seed: int, path: Path) -> Path:
-    """The density of every sampler under every schedule, what it draws, and the weights that it gives to losses."""
+    """Draw the density of every sampler under every schedule, its draws, and the weights that it gives to losses."""
     columns = min(3, len(samplers))
     rows = -(-len(samplers) // columns)
     with drawing(path, rows, columns, panel_width=4, sharex=True) as (figure, panels):
-        for axes, (name, of_schedules) in zip(panels.flat, samplers.items(), strict=False):
-            for colour, (schedule, sampler) in zip(itertools.cycle(COLOURS), of_schedules.items(), strict=False):
+        for axes, (name, by_schedule) in zip(panels.flat, samplers.items(), strict=False):
+            for colour, (schedule, sampler) in zip(itertools.cycle(COLOURS), by_schedule.items(), strict=False):
                 _draw_sampler(axes, sampler, seed, colour, schedule)
-            axes.set_title(_title(name, sampler))
+            remarks = ["another objective"] * (sampler.objective == "changed") + ["adapts from here"] * sampler.adapts
+            axes.set_title(f"{name} ({', '.join(remarks)})" if remarks else name)
             axes.set_ylim(bottom=0)
         for axes in panels.flat[len(samplers) - columns : len(samplers)]:
             axes.tick_params(labelbottom=True)
         for axes in panels.flat[len(samplers) :]:
             axes.set_visible(False)
-        agree = "; one curve where the schedules agree" if len(of_schedules) > 1 else ""
+        agree = "; one curve where the schedules agree" if len(by_schedule) > 1 else ""
         figure.suptitle(f"How often each timestep is drawn, and how much its loss then counts{agree}")
-        figure.supxlabel("timestep $t$")
+        figure.supxlabel(TIMESTEP)
         figure.supylabel("relative to uniform")
         legend_beside(panels)
     return path
 
 
-def _title(name: str, sampler: TimestepSampler) -> str:
-    remarks = ["another objective"] * (sampler.objective == "changed") + ["adapts from here"] * sampler.adapts
-    return f"{name} ({', '.join(remarks)})" if remarks else name
-
-
 def _draw_sampler(axes: Axes, sampler: TimestepSampler, seed: int, colour: str, schedule: str) -> None:
+    batches = [sampler.sample(BATCH_SIZE, generator_for(seed, "timesteps", step)) for step in range(BATCHES)]
+    timesteps, weights = (torch.cat(parts) for parts in zip(*batches, strict=True))
     steps = sampler.num_train_timesteps
     width = max(1, steps // BARS)
     edges = torch.tensor([*range(0, steps - width + 1, width), steps])
-    timesteps, weights = _draw(sampler, seed)
     bars = torch.bucketize(timesteps, edges, right=True) - 1
     counts = torch.bincount(bars, minlength=len(edges) - 1)
-    drawn = counts / len(timesteps) * steps / edges.diff()
-    weight = torch.bincount(bars, weights, minlength=len(edges) - 1) / counts  # nothing where nothing is drawn
-    axes.stairs(drawn, edges, fill=True, color=colour, alpha=0.25, label=f"drawn, {schedule}")
+    density = counts / len(timesteps) * steps / edges.diff()
+    weight = torch.bincount(bars, weights.double(), minlength=len(edges) - 1) / counts  # nan where nothing is drawn
+    axes.stairs(density, edges, fill=True, color=colour, alpha=0.25, label=f"drawn, {schedule}")
     axes.plot(sampler.describe() * steps, color=colour, linestyle="-", label=f"density $T\\,p_t$, {schedule}")
     line = {"baseline": None, "linewidth": 1.6, "linestyle": ":"}
     axes.stairs(weight, edges, color=colour, label=f"loss weight $w_t$, {schedule}", **line)
 
 
-def _draw(sampler: TimestepSampler, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Timesteps of many batches and the weights of their losses."""
-    batches = [sampler.sample(BATCH_SIZE, generator_for(seed, "timesteps", step)) for step in range(BATCHES)]
-    timesteps, weights = zip(*batches, strict=True)
-    return torch.cat(timesteps), torch.cat(weights).double()
-
-
 def draw_weightings(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Path:
-    """The table of every loss weighting, for what the network may predict and for every schedule."""
+    """Draw the table of every loss weighting, for what the network may predict and for every schedule."""
     layout = {"rows": len(schedulers), "columns": len(PREDICTIONS), "panel_width": 4}
     with drawing(path, **layout, sharex=True, sharey=True) as (figure, panels):
         for row, (schedule, scheduler) in zip(panels, schedulers.items(), strict=True):
@@ -117,7 +102,7 @@ def draw_weightings(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Pa
                 axes.set(title=f"{schedule}: {error}", yscale="log")
         panels.flat[0].set_ylim(VISIBLE_WEIGHTS)
         figure.suptitle("How much the squared error counts at each timestep, by what the network predicts")
-        figure.supxlabel("timestep $t$")
+        figure.supxlabel(TIMESTEP)
         figure.supylabel("loss weight")
         legend_beside(panels)
     return path

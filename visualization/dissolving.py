@@ -1,6 +1,5 @@
 """Images dissolving into noise under several beta schedules, side by side, as an animation."""
 
-import io
 from pathlib import Path
 
 import numpy as np
@@ -8,13 +7,13 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from common.errors import UserError
-from common.files import write_atomically
+from common.files import written_aside
 from common.randomness import derive_seed, standard_normal
 from image_data.decode import UndecodableImage, decode_image
 from image_data.grid import image_grid, side_by_side
 from image_data.sources import ImageSource
 from schedulers.ddpm import ExactDDPMScheduler
-from schedulers.denoising_loop import to_uint8
+from schedulers.denoising import to_uint8
 
 FRAMES = 33
 MILLISECONDS = 100
@@ -25,8 +24,8 @@ NARROWEST = 192  # pixels for the images of a schedule, so that its name has roo
 HEADER_HEIGHT = 28
 
 
-def decode_for_dissolving(source: ImageSource, resolution: int) -> torch.Tensor:
-    """All images of the source in [-1, 1], [n, channels, resolution, resolution]."""
+def decode_images(source: ImageSource, resolution: int) -> torch.Tensor:
+    """Decode all images of the source, in [-1, 1], [n, channels, resolution, resolution]."""
     channels, decoded = source.detect_channels(), []
     for index in range(len(source)):
         try:
@@ -38,7 +37,7 @@ def decode_for_dissolving(source: ImageSource, resolution: int) -> torch.Tensor:
 
 
 def dissolving_frames(images: torch.Tensor, schedulers: dict[str, ExactDDPMScheduler], seed: int) -> list[Image.Image]:
-    """A picture of x_t under every schedule, for timesteps from the first to the last.
+    """Draw x_t under every schedule, for timesteps from the first to the last.
 
     The noise of an image is the same in all of them (eq. 4 with one epsilon): only the schedule differs.
     """
@@ -52,31 +51,27 @@ def dissolving_frames(images: torch.Tensor, schedulers: dict[str, ExactDDPMSched
             name: image_grid(to_uint8(scheduler.add_noise(images, noise, at_t)), columns, NARROWEST // columns)
             for name, scheduler in schedulers.items()
         }
-        frames.append(_under_header(side_by_side(grids), f"t = {t}"))
+        row = side_by_side(grids)
+        frame = Image.new("RGB", (row.width, row.height + HEADER_HEIGHT), "white")
+        frame.paste(row, (0, HEADER_HEIGHT))
+        ImageDraw.Draw(frame).text((2, 2), f"t = {t}", fill="black", font=ImageFont.load_default(18))
+        frames.append(frame)
     return frames
 
 
 def save_animation(frames: list[Image.Image], path: Path) -> Path:
-    """An endless GIF that rests on its first and last frame."""
+    """Write an endless GIF that rests on its first and last frame."""
     palette = _common_palette(frames)
     first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     durations = [MILLISECONDS] * len(frames)
     durations[0] = durations[-1] = PAUSE_MILLISECONDS
-    file = io.BytesIO()
-    first.save(file, "GIF", save_all=True, append_images=others, duration=durations, loop=0)
-    write_atomically(path, file.getvalue())
+    with written_aside(path) as aside:
+        first.save(aside, "GIF", save_all=True, append_images=others, duration=durations, loop=0)
     return path
 
 
-def _under_header(picture: Image.Image, text: str) -> Image.Image:
-    framed = Image.new("RGB", (picture.width, picture.height + HEADER_HEIGHT), "white")
-    framed.paste(picture, (0, HEADER_HEIGHT))
-    ImageDraw.Draw(framed).text((2, 2), text, fill="black", font=ImageFont.load_default(18))
-    return framed
-
-
 def _common_palette(frames: list[Image.Image]) -> Image.Image:
-    """One palette for all frames, so that colours do not flicker, with a true white for the paper."""
+    """Choose one palette for all frames, so that colours do not flicker, with a true white for the paper."""
     between = [frames[0], frames[len(frames) // 4], frames[-1]]
     together = Image.new("RGB", (frames[0].width, frames[0].height * len(between)))
     for place, frame in enumerate(between):

@@ -4,15 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import yaml
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from common.errors import UserError
-from common.options import facts_of
-from common.plots import drawing, legend_beside
+from common.plots import single_panel
 from run_folder.checkpoints import checkpoints, describe, step_of
 from run_folder.config import TrainingConfig
 from run_folder.folder import QUARTERS, RunFolder
@@ -24,34 +22,27 @@ MOST_CURVES = 8
 SMOOTHED_OVER = 50  # the part of a run that a running mean covers
 
 
-def open_run(folder: Path) -> TrainingConfig:
-    """The configuration of a run, whichever script trained it: what only that script knows is left out."""
-    if not folder.is_dir():
-        raise UserError(f"--run_dir {folder}: there is no such folder")
-    file = RunFolder(folder).config_file
-    if not file.is_file():
-        raise UserError(f"--run_dir {folder} is not a run: there is no config.yaml in it; name a training's output_dir")
-    names = facts_of(TrainingConfig)
+def read_run(path: Path) -> tuple[TrainingConfig, list[dict]]:
+    """Read the configuration and the metrics of a run; raise if it cannot be drawn."""
+    run = RunFolder(path)
+    if not path.is_dir():
+        raise UserError(f"--run_dir {path}: there is no such folder")
+    if not run.config_file.is_file():
+        raise UserError(f"--run_dir {path} is not a run: there is no config.yaml in it; name a training's output_dir")
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-        return TrainingConfig(**{name: value for name, value in values.items() if name in names})
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
-        raise UserError(f"--run_dir {folder}: config.yaml in it is not what a training wrote there") from error
-
-
-def read_metrics(folder: Path) -> list[dict]:
-    """Read the lines of metrics of a run; raise if there are none."""
-    run = RunFolder(folder)
-    lines = run.read_metrics()
-    if not lines:
+        config = run.read_config()
+    except UserError as error:
+        raise UserError(f"--run_dir {path}: config.yaml in it is not what a training wrote there") from error
+    metrics = run.read_metrics()
+    if not metrics:
         raise UserError(
-            f"--run_dir {folder}: there are no metrics in it yet ({run.metrics_file.name}); let it train first"
+            f"--run_dir {path}: there are no metrics in it yet ({run.metrics_file.name}); let it train first"
         )
-    return lines
+    return config, metrics
 
 
 def read_densities(folder: Path, config: TrainingConfig) -> dict[int, torch.Tensor]:
-    """The probability of every timestep at each checkpoint of a run, by step."""
+    """Read the probability of every timestep at each checkpoint of a run, by step."""
     densities = {}
     scheduler = build_scheduler(config.ddpm_beta_schedule, config.ddpm_num_steps)
     for checkpoint in checkpoints(folder):
@@ -69,38 +60,38 @@ def read_densities(folder: Path, config: TrainingConfig) -> dict[int, torch.Tens
 
 
 def draw_densities(densities: dict[int, torch.Tensor], sampler_name: str, path: Path) -> Path:
-    """The density over t at the checkpoints, from light (early) to dark (late)."""
+    """Draw the density over t at the checkpoints, from light (early) to dark (late)."""
     steps = list(densities)
     shown = [steps[i] for i in sorted({round(i) for i in np.linspace(0, len(steps) - 1, MOST_CURVES)})]
-    with drawing(path) as (_, panels):
-        axes = panels.item()
+    title, ylabel = f"Density of '{sampler_name}' over the timesteps", r"density $T\,p_t$ (uniform: 1)"
+    with single_panel(path, title, "timestep $t$", ylabel, legend_title="at step", ylim=(0, None)) as axes:
         for place, step in zip(np.linspace(0.75, 0, len(shown)), shown, strict=True):
             density = densities[step]
             axes.plot(density * len(density), color=colormaps["viridis"](place), linestyle="-", label=f"{step:,}")
-        axes.set(title=f"Density of '{sampler_name}' over the timesteps")
-        axes.set(xlabel="timestep $t$", ylabel=r"density $T\,p_t$ (uniform: 1)")
-        axes.set_ylim(bottom=0)
-        legend_beside(panels, title="at step")
     return path
 
 
 def draw_losses_by_quarter(metrics: list[dict], num_train_timesteps: int, path: Path) -> Path:
-    """loss_q0 .. loss_q3: the error where t is small is not the error where t is large, and moves otherwise."""
+    """Draw loss_q0 .. loss_q3: the error where t is small is not the error where t is large, and moves otherwise."""
     edges = [quarter * num_train_timesteps // QUARTERS for quarter in range(QUARTERS + 1)]
-    with drawing(path) as (_, panels):
-        axes = panels.item()
+    title, ylabel = "Mean loss of each quarter of the timesteps", "squared error, unweighted"
+    with single_panel(path, title, "step", ylabel, legend_title="timestep $t$", yscale="log") as axes:
         for quarter in range(QUARTERS):
-            if not any(f"loss_q{quarter}" in line for line in metrics):
-                continue  # the sampler never draws there
-            _draw_metric(axes, metrics, f"loss_q{quarter}", f"{edges[quarter]} to {edges[quarter + 1] - 1}")
-        axes.set(title="Mean loss of each quarter of the timesteps", yscale="log")
-        axes.set(xlabel="step", ylabel="squared error, unweighted")
-        legend_beside(panels, title="timestep $t$")
+            if any(f"loss_q{quarter}" in line for line in metrics):  # otherwise the sampler never draws there
+                plot_metric(axes, metrics, f"loss_q{quarter}", f"{edges[quarter]} to {edges[quarter + 1] - 1}")
     return path
 
 
-def _draw_metric(axes: Axes, metrics: list[dict], name: str, label: str) -> None:
-    """A metric over the steps, and its running mean in front of it where there is enough for one."""
+def draw_effective_sample_size(metrics: list[dict], path: Path) -> Path:
+    """Draw (sum w)^2 / (n sum w^2) of the batches' weights: the share of a batch that an unweighted one would need."""
+    title = "Effective sample size: what the weights leave of a batch"
+    with single_panel(path, title, "step", r"$(\Sigma w)^2\,/\,(n\,\Sigma w^2)$", ylim=(0, 1.05)) as axes:
+        plot_metric(axes, metrics, EFFECTIVE_SAMPLE_SIZE)
+    return path
+
+
+def plot_metric(axes: Axes, metrics: list[dict], name: str, label: str | None = None) -> None:
+    """Plot a metric over the steps, and its running mean in front of it where there is enough for one."""
     steps, values = np.array([(line["step"], line[name]) for line in metrics if name in line]).T
     width = len(values) // SMOOTHED_OVER | 1  # odd, so that its centre is a step
     smooth = np.convolve(values, np.full(width, 1 / width), mode="valid")
@@ -108,14 +99,3 @@ def _draw_metric(axes: Axes, metrics: list[dict], name: str, label: str) -> None
     if width > 1:
         faint = {"linestyle": "-", "linewidth": 0.8, "alpha": 0.2, "zorder": 1}
         axes.plot(steps, values, color=curve.get_color(), **faint)
-
-
-def draw_effective_sample_size(metrics: list[dict], path: Path) -> Path:
-    """(sum w)^2 / (n sum w^2) of the batches' weights: the share of a batch that an unweighted one would need."""
-    with drawing(path) as (_, panels):
-        axes = panels.item()
-        _draw_metric(axes, metrics, EFFECTIVE_SAMPLE_SIZE, "effective sample size")
-        axes.set(title="Effective sample size: what the weights leave of a batch")
-        axes.set(xlabel="step", ylabel=r"$(\Sigma w)^2\,/\,(n\,\Sigma w^2)$")
-        axes.set_ylim(0, 1.05)
-    return path

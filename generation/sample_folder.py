@@ -1,0 +1,235 @@
+"""The folder of a job's images: what samples.json says of them, what may be added to them, and how it is completed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from common import interruption
+from common.errors import UserError, user_errors
+from common.files import LOCK_FILE, first_existing, lock, write_atomically
+from generation.engine import InferenceSettings, Job, choose_batch_size, divide, generate
+from generation.generate_options import DEFAULT_IMAGES, as_ranges
+from generation.methods import METHOD_SETTINGS
+from generation.pictures import save_grid
+from generation.writers import IMAGES_PER_FOLDER, WRITTEN, ImageWriter, one_line_if_unwritable, open_writer
+
+if TYPE_CHECKING:
+    from common.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+RECORD = "samples.json"
+PICTURES = ("grid.png", "progress.gif", "nearest.png")
+CONDITION_SETTINGS = (
+    *("labels", "prompts", "negative_prompt"),
+    *("guidance_scale", "guidance_rescale", "guidance_interval"),
+)
+
+
+class UnusableFolder(UserError):
+    """A folder that holds something else than the images that are to be made."""
+
+
+def default_folder(job: Job, precision: str) -> Path:
+    """Return where the images of a job go when no folder is named, and where to look for them."""
+    parts = [job.model.label, job.method.folder_name, "" if precision == "no" else precision, job.condition.name]
+    return job.model.home / "generated" / "-".join(filter(None, parts))
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """Return what samples.json says, if there is one."""
+    path = folder / RECORD
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except ValueError as error:
+        raise UnusableFolder(f"{path}: is not what was written; --overwrite makes the images anew") from error
+
+
+class SampleFolder:
+    """A folder with one image for each seed, made by one job. The main process keeps its samples.json."""
+
+    def __init__(
+        self,
+        path: Path,
+        job: Job,
+        seeds: Sequence[int],
+        image_format: str = "png",
+        overwrite: bool = False,
+        most_in_grid: int | None = DEFAULT_IMAGES,
+    ):
+        self.path, self.job, self.seeds = path, job, list(seeds)
+        self.image_format, self.overwrite = image_format, overwrite
+        self.layout = job.condition.layout(seeds, most_in_grid)
+
+    # What the main process does before there are images.
+
+    def claim(self, settings: InferenceSettings, device: torch.device) -> int | None:
+        """Lock the folder, if it is there, and return the batch size that its images shall have or have.
+
+        Raise `UnusableFolder` if it holds something else. Nothing is made yet.
+        """
+        model, method = self.job.model, self.job.method
+        self.settings = {  # what two sets of images must have in common to be one
+            "sha256": model.sha256,
+            "weights": model.weights,
+            "num_train_timesteps": model.scheduler.config.num_train_timesteps,
+            **dict.fromkeys(METHOD_SETTINGS),
+            **method.settings,
+            **dict.fromkeys(CONDITION_SETTINGS),
+            **self.job.condition.settings,
+            **asdict(settings),
+            "format": self.image_format,
+        }
+        self.provenance = {
+            "model": model.source,
+            "step": model.step,
+            "train_seconds": model.train_seconds,
+            "shape": list(model.shape),
+            "timesteps": len(method.timesteps),
+            "device": device.type,
+            "versions": {name: version(name) for name in ("torch", "diffusers")},
+        }
+        self.record_before = None
+        with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
+            existing = first_existing(self.path)
+            if not existing.is_dir():
+                raise UnusableFolder(f"--output_dir {self.path}: {existing} is a file, not a folder")
+            if existing == self.path:
+                lock(self.path)
+                self._look_inside()
+        # With the batch size of the images that are there, the others get the bits that they would have had.
+        return settings.batch_size or (self.record_before and self.record_before["batch_size"])
+
+    def _look_inside(self) -> None:
+        if not (self.path / RECORD).exists():
+            foreign = sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK_FILE)
+            if foreign:
+                raise UnusableFolder(
+                    f"--output_dir {self.path}: holds something else than generated images "
+                    f"({', '.join(foreign[:3])}); choose an empty or new folder"
+                )
+        elif not self.overwrite:
+            self.record_before = read_record(self.path)
+            self._refuse_other_settings()
+            for name in ("device", "versions"):
+                before, now = self.record_before[name], self.provenance[name]
+                if before != now:
+                    other = f"another {name.removesuffix('s')} ({before}, now {now})"
+                    message = "The images in %s were begun with %s: others may differ in their last bits"
+                    logger.warning(message, self.path, other)
+
+    def _refuse_other_settings(self) -> None:
+        differences = [
+            f"{name} {self.record_before.get(name)} -> {value}"
+            for name, value in self.settings.items()
+            if self.record_before.get(name) != value and not (name == "batch_size" and value is None)
+        ]
+        if differences:
+            raise UnusableFolder(
+                f"{self.path} holds images made with other settings ({'; '.join(differences)}): choose another "
+                f"--output_dir, or delete them with --overwrite"
+            )
+
+    def begin(self, batch_size: int) -> tuple[bool, set[int]]:
+        """Make the folder and samples.json; return whether there are sub-folders, and the seeds that are missing."""
+        self.settings["batch_size"] = batch_size
+        self.in_subfolders = len(self.seeds) > IMAGES_PER_FOLDER
+        if self.record_before is not None:
+            self._refuse_other_settings()
+            self.in_subfolders = self.record_before["subfolders"]
+        with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock(self.path)
+            self._remove_files()
+            with open_writer(self.path, self.image_format, self.in_subfolders) as writer:
+                existing = writer.existing()
+            self.all_seeds = sorted(existing.union(self.seeds))
+            self._write_record(len(existing))
+        return self.in_subfolders, set(self.seeds) - existing
+
+    def _remove_files(self) -> None:
+        """Remove what a killed process left unfinished and, to overwrite, all that a generation writes."""
+        unfinished = [path for path in self.path.rglob(".*.tmp") if path.is_file()]
+        written = [self.path / name for name in (*PICTURES, *WRITTEN, RECORD)] if self.overwrite else []
+        for path in [*unfinished, *written]:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _write_record(self, images: int) -> None:
+        record = {
+            **self.provenance,
+            **self.settings,
+            "seeds": as_ranges(self.all_seeds),
+            "subfolders": self.in_subfolders,
+            "images": images,
+            "complete": images == len(self.all_seeds),
+        }
+        write_atomically(self.path / RECORD, json.dumps(record, indent=2) + "\n")
+
+    # What every process does.
+
+    def open(self, in_subfolders: bool, missing: set[int]) -> ImageWriter:
+        """Open the folder for the images of the missing seeds; the writer that is returned must be closed."""
+        self.missing = missing
+        self.writer = open_writer(self.path, self.image_format, in_subfolders)
+        return self.writer
+
+    def add(self, seeds: list[int], images: torch.Tensor) -> None:
+        """Write the images of a batch, without those that are there."""
+        places = [place for place, seed in enumerate(seeds) if seed in self.missing]
+        self.writer.write([seeds[place] for place in places], images[places])
+
+    def complete(self, processes: Processes) -> None:
+        """Complete the folder when all processes have made their images; the main one keeps those that are shown."""
+        self.writer.wait()
+        processes.barrier()
+        if processes.is_main:
+            self.shown = self.writer.read(self.layout.seeds)
+            with one_line_if_unwritable(self.path):
+                self.writer.finish()
+                self._write_record(len(self.all_seeds))
+
+
+def complete_folders(
+    folders: Sequence[SampleFolder], processes: Processes, settings: InferenceSettings
+) -> InferenceSettings:
+    """Make the images that are missing in the folders, with samples.json and grid.png, and return the settings used.
+
+    All processes must call it. To be stopped means to keep what is whole; the same call continues with what is missing.
+    A batch size that is not given is that of images that are there, or the fastest.
+    """
+    with interruption.deferred(), ExitStack() as writers:
+        known = [folder.claim(settings, processes.device) for folder in folders] if processes.is_main else []
+        batch_size = processes.broadcast(next(filter(None, known), None))
+        if batch_size is None:
+            batch_size = choose_batch_size(folders[0].job, len(folders[0].seeds), processes, settings)
+        settings = replace(settings, batch_size=batch_size)
+        begun = [folder.begin(batch_size) for folder in folders] if processes.is_main else None
+        batches, folder_of = [], {folder.job: folder for folder in folders}
+        for folder, (in_subfolders, missing) in zip(folders, processes.broadcast(begun), strict=True):
+            writers.enter_context(folder.open(in_subfolders, missing))
+            batches += [
+                (folder.job, batch) for batch in divide(folder.seeds, batch_size) if missing.intersection(batch)
+            ]
+        missing = sum(len(folder.missing) for folder in folders)
+        logger.info("%d of %d images are missing", missing, sum(len(folder.seeds) for folder in folders))
+        for job, batch, images in generate(batches, processes, settings):
+            folder_of[job].add(batch, images)
+        for folder in folders:
+            folder.complete(processes)
+    if processes.is_main:  # the others need not wait for it
+        for folder in folders:
+            save_grid(folder.shown, folder.layout, folder.path / "grid.png")
+    return settings
