@@ -33,10 +33,7 @@ class ExactDDPMScheduler(DDPMScheduler):
             self.betas = torch.tensor(self.config.trained_betas, dtype=torch.float64)
         else:
             self.betas = make_betas(
-                self.config.beta_schedule,
-                self.config.num_train_timesteps,
-                self.config.beta_start,
-                self.config.beta_end,
+                self.config.beta_schedule, self.config.num_train_timesteps, self.config.beta_start, self.config.beta_end
             )
         self.alphas = 1 - self.betas
         self.alphas_cumprod = self.alphas.cumprod(0)

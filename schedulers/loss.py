@@ -73,11 +73,7 @@ class DiffusionLoss:
     """
 
     def __init__(
-        self,
-        process: ExactDDPMScheduler,
-        sampler: TimestepSampler,
-        weights: torch.Tensor,
-        error: Error = LOSSES["l2"],
+        self, process: ExactDDPMScheduler, sampler: TimestepSampler, weights: torch.Tensor, error: Error = LOSSES["l2"]
     ):
         self.process, self.sampler, self.error = process, sampler, error
         self.weights = weights  # of the loss, at every t

@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from common import interruption
 from common.files import write_atomically
+from common.processes import Processes
 from common.randomness import generator_for
+from conditions.condition import Condition
 from image_data.batches import TrainingBatches
+from image_data.store import TrainingImages
 from run_folder.checkpoints import CheckpointWriter, load_checkpoint
-from run_folder.config import (
-    Batch,
-    TrainingConfig,
-    as_yaml,
-    resolve_batch,
-    resolve_steps,
-    settings_of,
-    with_resolved,
-)
+from run_folder.config import Batch, TrainingConfig, as_yaml, resolve_batch, resolve_steps, settings_of, with_resolved
 from run_folder.folder import RunFolder, check_disk, check_output_dir, open_run
 from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
@@ -34,11 +29,6 @@ from training.milestones import Milestones
 from training.network import build_training_unet, check_network
 from training.tracking import Tracking
 from training.update import Update
-
-if TYPE_CHECKING:
-    from common.processes import Processes
-    from conditions.condition import Condition
-    from image_data.store import TrainingImages
 
 Ending = Literal["finished", "stopped"] | None
 
@@ -109,9 +99,9 @@ class Run:
 
     def is_over(self) -> bool:
         """Tell whether the steps are done, or the time is up on any process."""
-        limit = self.config.max_train_seconds
-        if self.state.step >= self.total_steps or limit is None:
-            return self.state.step >= self.total_steps
+        done, limit = self.state.step >= self.total_steps, self.config.max_train_seconds
+        if done or limit is None:
+            return done
         seconds = self.state.train_seconds if self.tracking is None else self.tracking.clock.train_seconds
         return self.processes.all_reduce_any(seconds >= limit)
 
@@ -126,13 +116,9 @@ class Run:
         return nullcontext() if after else self.processes.accelerator.no_sync(self.network)
 
     def check_health(self, ending: Ending) -> None:
-        """Raise if loss or gradient are no longer numbers.
-
-        A CPU can be asked after every step, a GPU where its results are fetched anyway.
-        """
-        step = self.state.step
-        line_due = step % self.config.logging_steps == 0
-        if line_due or ending or self.processes.device.type == "cpu" or self.milestones.due(step):
+        """Raise if loss or gradient are no longer numbers; a GPU is asked only where its results are fetched anyway."""
+        step, on_cpu = self.state.step, self.processes.device.type == "cpu"
+        if on_cpu or ending or step % self.config.logging_steps == 0 or self.milestones.due(step):
             self.state.update.check(step, self.state.window, lambda: self.milestones.last_checkpoint)
 
 
@@ -153,7 +139,10 @@ def build_process(config: TrainingConfig) -> ExactDDPMScheduler:
 
 
 def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages, condition: Condition) -> Run:
-    """Build which images make up which step, the network, the objective, and all that changes while training."""
+    """Build which images make up which step, the network, the objective, and all that changes while training.
+
+    Raise if the disk has no room for the network's checkpoints.
+    """
     sizes = resolve_batch(config, processes.count)
     batches = TrainingBatches(data, condition, config.seed, sizes.total, sizes.accumulation, processes)
     total_steps = resolve_steps(config, batches.steps_per_epoch)
@@ -161,6 +150,7 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
 
     initialisation = generator_for(config.seed, "initialisation")
     unet = build_training_unet(config, data.channels, initialisation, condition.network).to(processes.device)
+    check_disk(config, unet.num_parameters())
     process = build_process(config)
     loss = build_loss(vars(config), process)
     loss.start(config.seed, sizes.total, data.channels, condition.inputs, processes)
@@ -177,7 +167,6 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
 
 def execute(run: Run) -> None:
     """Announce a run, train it or go on with it, and make its folder a pipeline with a card."""
-    check_disk(run.config, run.state.unet.num_parameters())
     announce(run)
     if run.config.dry_run:
         return
