@@ -66,8 +66,6 @@ DIFFUSERS_NAMES = {
     "cosine": "squaredcos_cap_v2",
     "sigmoid": "sigmoid",
 }
-
-
 NAMES_OF_DIFFUSERS = {theirs: ours for ours, theirs in DIFFUSERS_NAMES.items()}
 
 

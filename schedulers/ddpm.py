@@ -32,9 +32,8 @@ class ExactDDPMScheduler(DDPMScheduler):
         if self.config.trained_betas is not None:
             self.betas = torch.tensor(self.config.trained_betas, dtype=torch.float64)
         else:
-            self.betas = make_betas(
-                self.config.beta_schedule, self.config.num_train_timesteps, self.config.beta_start, self.config.beta_end
-            )
+            own = ("beta_schedule", "num_train_timesteps", "beta_start", "beta_end")
+            self.betas = make_betas(*(self.config[name] for name in own))
         self.alphas = 1 - self.betas
         self.alphas_cumprod = self.alphas.cumprod(0)
         self._rounded: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -95,15 +94,14 @@ class ExactDDPMScheduler(DDPMScheduler):
         The posterior's is zero at t = 0, where the paper's code takes its value at t = 1 for either choice, to have
         a logarithm; no noise follows that step.
         """
-        if previous < 0:
-            return self._pair_variances(1, 0)[1]
-        large, small = self._pair_variances(t, previous)
-        return large if self.config.variance_type == "fixed_large" else small
-
-    def _pair_variances(self, t: int, previous: int) -> tuple[float, float]:
+        large = self.config.variance_type == "fixed_large" and previous >= 0
+        t, previous = (t, previous) if previous >= 0 else (1, 0)
         a_t, a_s = self.alphas_cumprod[t].item(), self.alphas_cumprod[previous].item()
         beta = 1 - a_t / a_s
-        return beta, (1 - a_s) / (1 - a_t) * beta
+        return beta if large else (1 - a_s) / (1 - a_t) * beta
+
+    def _levels(self, t: int, previous: int) -> tuple[float, float]:
+        return self.alphas_cumprod[t].item(), self.alphas_cumprod[previous].item() if previous >= 0 else 1.0
 
     def posterior(
         self, model_output: torch.Tensor, t: int, previous: int, sample: torch.Tensor
@@ -112,8 +110,7 @@ class ExactDDPMScheduler(DDPMScheduler):
 
         The coefficients are Python floats (float64), so they are rounded once, when they meet the float32 images.
         """
-        a_t = self.alphas_cumprod[t].item()
-        a_s = self.alphas_cumprod[previous].item() if previous >= 0 else 1.0
+        a_t, a_s = self._levels(t, previous)
         beta = 1 - a_t / a_s
         original = self.predict_original(model_output, t, sample)
         mean = (a_s**0.5 * beta / (1 - a_t)) * original + ((a_t / a_s) ** 0.5 * (1 - a_s) / (1 - a_t)) * sample
@@ -128,8 +125,7 @@ class ExactDDPMScheduler(DDPMScheduler):
         what is left of x_t without that x_0, as in improved-diffusion; with eta = 1 this is the posterior's mean then
         too. (DDIM's own code does not clip. Without clipping this is its step.)
         """
-        a_t = self.alphas_cumprod[t].item()
-        a_s = self.alphas_cumprod[previous].item() if previous >= 0 else 1.0
+        a_t, a_s = self._levels(t, previous)
         variance = eta**2 * (1 - a_s) / (1 - a_t) * (1 - a_t / a_s)
         of_sample = ((1 - a_s - variance) / (1 - a_t)) ** 0.5
         of_original = a_s**0.5 - a_t**0.5 * of_sample
@@ -150,9 +146,7 @@ class ExactDDPMScheduler(DDPMScheduler):
         if deviation > 0:
             noise = randn_tensor(sample.shape, generator=generator, device=sample.device, dtype=sample.dtype)
             mean = mean + deviation * noise
-        if not return_dict:
-            return (mean,)
-        return DDPMSchedulerOutput(prev_sample=mean)
+        return DDPMSchedulerOutput(prev_sample=mean) if return_dict else (mean,)
 
 
 def build_scheduler(

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ import yaml
 
 from common.errors import UserError
 from common.machine import PendingCopy, to_device
+from common.processes import Processes
 from common.randomness import derive_seed, generator_for, standard_normal
 from schedulers.adaptive_samplers import AdaptiveTimestepSampling, LossSecondMoment
 from schedulers.ddpm import ExactDDPMScheduler
@@ -30,7 +31,6 @@ from schedulers.timestep_samplers import EDM, LogitNormal, SpeeD, Stratified, Ti
 from schedulers.weighting import LOSS_WEIGHTINGS, weighting_table
 
 if TYPE_CHECKING:
-    from common.processes import Processes
     from image_data.batches import Batch
 
 TIMESTEP_SAMPLERS: dict[str, type[TimestepSampler]] = {
@@ -67,9 +67,8 @@ def normalise(images: torch.Tensor) -> torch.Tensor:
 class DiffusionLoss:
     """The error of every image of a batch, at timesteps that a sampler draws (Ho et al. 2020, algorithm 1).
 
-    Timesteps, weights and what a sampler observes are those of the global batch, the same on every process; the network
-    sees this process's images. A sampler that observes gets the losses DELAY steps later, at the same step whatever the
-    hardware; those still pending are part of the state, so that a resumed run draws the same timesteps.
+    Timesteps, weights and what a sampler observes are those of the global batch; the network sees this process's
+    images. Losses reach a sampler DELAY steps later; those pending are part of the state, so a resume changes nothing.
     """
 
     def __init__(
@@ -157,10 +156,7 @@ class DiffusionLoss:
         if not self.sampler.measures_updates:
             yield
             return
-
-        def kl(rows: torch.Tensor, timesteps: torch.Tensor, noise_rows: torch.Tensor) -> torch.Tensor:
-            return self._divergences(network, batch, rows, timesteps, noise_rows)
-
+        kl = partial(self._divergences, network, batch)
         update = UpdateProbe(batch.step, self.batch_size, batch.positions, kl, self._sum_over_processes)
         with self._timed():
             self.sampler.before_update(update)
@@ -214,10 +210,10 @@ class DiffusionLoss:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.sampler.load_state_dict(sampler_state(state))
-        steps = sorted({int(name.split(".")[1]) for name in state if name.startswith(PENDING)})
-        self._pending = deque(
-            (step, state[f"{PENDING}{step}.timesteps"], PendingCopy(state[f"{PENDING}{step}.losses"])) for step in steps
-        )
+        self._pending.clear()
+        for step in sorted({int(name.split(".")[1]) for name in state if name.startswith(PENDING)}):
+            timesteps, losses = (state[f"{PENDING}{step}.{kind}"] for kind in ("timesteps", "losses"))
+            self._pending.append((step, timesteps, PendingCopy(losses)))
 
 
 def sampler_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -230,15 +226,14 @@ def sampler_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def build_loss(options: dict[str, object], process: ExactDDPMScheduler) -> DiffusionLoss:
     """Build the objective that a run's options name: `timestep_sampler`, `loss_weighting`, `loss` and their own."""
-    sampler = build_sampler(options, process.alphas_cumprod)
-    weights = build_weighting(options, process)
+    sampler, weights = build_sampler(options, process.alphas_cumprod), build_weighting(options, process)
     return DiffusionLoss(process, sampler, weights, LOSSES[options["loss"]])
 
 
 def build_sampler(options: dict[str, object], alphas_cumprod: torch.Tensor) -> TimestepSampler:
     """Build the sampler that the options name, from the registry or from the user's own file."""
     name = options["timestep_sampler"]
-    if names_own_file(name):
+    if name not in TIMESTEP_SAMPLERS:
         kind, own = load_class(name), parse_own_options(options["timestep_sampler_options"])
     else:
         kind = TIMESTEP_SAMPLERS[name]
@@ -273,10 +268,6 @@ def blamed_on(flag: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise UserError(f"{flag}: {error}") from error
-
-
-def names_own_file(timestep_sampler: str) -> bool:
-    return ".py:" in timestep_sampler
 
 
 def load_class(name: str) -> type[TimestepSampler]:
