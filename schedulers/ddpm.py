@@ -57,10 +57,6 @@ class ExactDDPMScheduler(DDPMScheduler):
         signal, spread = self._signal_and_noise(timesteps)
         return signal * original_samples.float() + spread * noise.float()
 
-    def get_velocity(self, sample: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        """Compute v for diffusers' own callers, as `target` does under v_prediction."""
-        return prediction_of("v_prediction").target(sample, noise, *self._signal_and_noise(timesteps))
-
     def target(self, images: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         """Return what the network is asked to predict."""
         prediction = prediction_of(self.config.prediction_type)
@@ -91,8 +87,7 @@ class ExactDDPMScheduler(DDPMScheduler):
     def variance(self, t: int, previous: int) -> float:
         """Return sigma_t^2: beta_t (fixed_large) or the posterior's, (1 - a_s) / (1 - a_t) beta_t (fixed_small; eq. 7).
 
-        The posterior's is zero at t = 0, where the paper's code takes its value at t = 1 for either choice, to have
-        a logarithm; no noise follows that step.
+        For the last step, where the posterior's is zero, it is that of t = 1 whatever the choice, as in the paper's code.
         """
         large = self.config.variance_type == "fixed_large" and previous >= 0
         t, previous = (t, previous) if previous >= 0 else (1, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -192,7 +192,7 @@ def opened(run: Run) -> Iterator[None]:
         folder.write_condition(run.condition)
     run.over = run.is_over()
     run.network = processes.accelerator.prepare(state.unet)
-    with Tracking(run) as run.tracking, processes.reporting_dead_peers():
+    with closing(Tracking(run)) as run.tracking, processes.reporting_dead_peers():
         run.milestones = Milestones(run, CheckpointWriter(config, checkpoint))
         yield
     log_end(run)

@@ -77,12 +77,11 @@ class Tracking:
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass the batches on and note how long each was waited for."""
-        iterator = iter(batches)
-        while True:
-            start = time.perf_counter()
-            batch = next(iterator)
+        start = time.perf_counter()
+        for batch in batches:
             self.clock.data_seconds += time.perf_counter() - start
             yield batch
+            start = time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -92,10 +91,7 @@ class Tracking:
             yield
 
     def log(self, state: TrainingState, ending: Ending) -> None:
-        """Advance the bar, and write a line of metrics where one is due.
-
-        One more is written where the run is finished within a window; it is dropped again if the run goes on.
-        """
+        """Advance the bar, and write a line of metrics where one is due or the run is finished."""
         self.bar.update()
         line_due = state.step % self.logging_steps == 0
         if not (line_due or ending == "finished"):
@@ -173,11 +169,9 @@ class Tracking:
         share = np.add.reduceat(density.numpy(), edges[:-1].astype(int))
         if self.tracker.name == "tensorboard":
             times = np.arange(len(density)) + 0.5
-            moments = {"sum": times @ density.numpy(), "sum_squares": times**2 @ density.numpy()}
-            limits = {"min": 0, "max": len(density), "num": 1, "bucket_limits": edges[1:], "bucket_counts": share}
-            self._to_tracker(
-                lambda tracker: tracker.writer.add_histogram_raw(DENSITY, **limits, **moments, global_step=step)
-            )
+            values = {"min": 0, "max": len(density), "num": 1, "bucket_limits": edges[1:], "bucket_counts": share}
+            values |= {"sum": times @ density.numpy(), "sum_squares": times**2 @ density.numpy()}
+            self._to_tracker(lambda tracker: tracker.writer.add_histogram_raw(DENSITY, **values, global_step=step))
         else:
             import wandb
 
@@ -194,10 +188,7 @@ class Tracking:
             logger.warning("No more curves in %s: %s", self.tracker.name, error.strerror)
             self.tracker = None
 
-    def __enter__(self) -> Tracking:
-        return self
-
-    def __exit__(self, *failure) -> None:
+    def close(self) -> None:
         self.bar.close()
         self._to_tracker(lambda tracker: tracker.finish())
 
@@ -209,9 +200,8 @@ def open_tracker(config: TrainingConfig, step: int):
     from accelerate.tracking import TensorBoardTracker, WandBTracker
 
     output_dir = Path(config.output_dir)
-    logging_dir = output_dir / config.logging_dir
     if config.logger == "tensorboard":
-        tracker = TensorBoardTracker("", logging_dir, purge_step=step + 1)
+        tracker = TensorBoardTracker("", output_dir / config.logging_dir, purge_step=step + 1)
     else:
         tracker = WandBTracker(config.tracker_project_name, name=output_dir.name, dir=str(output_dir))
     tracker.start()
