@@ -132,15 +132,14 @@ class TrainingBatches:
 
     def from_step(self, first_step: int) -> Iterator[Batch]:
         """Yield this process's share of each step without end. Closing the iterator ends the worker processes."""
-        loading = map_in_workers(self.load, itertools.count(first_step), self._num_workers)
+        loading = map_in_workers(self._load, itertools.count(first_step), self._num_workers)
         for step, loaded in enumerate(loading, start=first_step):
             images, indices = map(torch.from_numpy, loaded)
             mine = self.positions
             rows = self.condition.draw(indices, step)[mine]
             yield Batch(step, images, indices[mine], mine, rows, self.passes)
 
-    def load(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return this process's images of a step and the indices of its global batch, as workers send them."""
+    def _load(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         indices = self.indices(step)
         return self.crops(step, indices).numpy(), indices.numpy()
 

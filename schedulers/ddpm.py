@@ -87,7 +87,7 @@ class ExactDDPMScheduler(DDPMScheduler):
     def variance(self, t: int, previous: int) -> float:
         """Return sigma_t^2: beta_t (fixed_large) or the posterior's, (1 - a_s) / (1 - a_t) beta_t (fixed_small; eq. 7).
 
-        For the last step, where the posterior's is zero, it is that of t = 1 whatever the choice, as in the paper's code.
+        The last step, for which the posterior's is zero, has that of t = 1 whatever the choice, as in the paper's code.
         """
         large = self.config.variance_type == "fixed_large" and previous >= 0
         t, previous = (t, previous) if previous >= 0 else (1, 0)
@@ -101,10 +101,7 @@ class ExactDDPMScheduler(DDPMScheduler):
     def posterior(
         self, model_output: torch.Tensor, t: int, previous: int, sample: torch.Tensor
     ) -> tuple[torch.Tensor, float]:
-        """Return mean (eq. 7) and deviation of the step from t to any earlier timestep; no deviation at the end.
-
-        The coefficients are Python floats (float64), so they are rounded once, when they meet the float32 images.
-        """
+        """Return mean (eq. 7) and deviation of the step from t to any earlier timestep; no deviation at the end."""
         a_t, a_s = self._levels(t, previous)
         beta = 1 - a_t / a_s
         original = self.predict_original(model_output, t, sample)

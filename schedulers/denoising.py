@@ -1,7 +1,6 @@
 """From noise to samples (Ho et al. 2020, algorithm 2): the denoising loop, and the methods that step through it.
 
-Image i depends on seed i alone. A method decides which timesteps are visited and how to step from each to the next; it
-knows nothing of networks.
+Image i depends on seed i alone. A method decides which timesteps are visited and how to step; it knows no networks.
 """
 
 from __future__ import annotations
@@ -203,10 +202,7 @@ def with_variance(config: dict, variance_type: str) -> ExactDDPMScheduler:
 
 
 class DiffusersMethod(DenoisingMethod):
-    """Any scheduler that diffusers calls compatible with DDPMScheduler, by its own step, on this model's betas.
-
-    Noise is drawn by the scheduler from generators of our choice, one for each image and step.
-    """
+    """Any scheduler that diffusers calls compatible with DDPMScheduler, by its own step, on this model's betas."""
 
     def __init__(self, scheduler: ExactDDPMScheduler, name: str, num_inference_steps: int):
         super().__init__(name, num_inference_steps)

@@ -115,14 +115,13 @@ class DiffusionLoss:
     def draw(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw t and the weight of its loss for each of this process's images, on its device.
 
-        They are drawn for the global batch on the host, where that is cheap; a sampler that looks at the images draws
-        on their device and fetches nothing.
+        They are drawn for the global batch on the host, unless the sampler looks at the images on the device.
         """
         with self._timed():
             while self._pending and self._pending[0][0] <= batch.step - DELAY:
                 self._let_sampler_observe(*self._pending.popleft())
             generator = generator_for(self.seed, "timesteps", batch.step)
-            if self.sampler.looks_at_images:
+            if self.sampler.overrides("sample_for"):
                 x_0 = normalise(self._here(batch.images))
                 t, weights = self.sampler.sample_for(x_0, batch.positions, self.batch_size, generator)
                 return t, weights * self._here(self.weights)[t]
@@ -153,7 +152,7 @@ class DiffusionLoss:
     @contextmanager
     def around_update(self, network: torch.nn.Module, batch: Batch) -> Iterator[None]:
         """Let a sampler that measures what an update changes look before and after it."""
-        if not self.sampler.measures_updates:
+        if not self.sampler.overrides("before_update", "after_update"):
             yield
             return
         kl = partial(self._divergences, network, batch)

@@ -127,16 +127,8 @@ class TimestepSampler:
         return self.overrides("observe")
 
     @property
-    def looks_at_images(self) -> bool:
-        return self.overrides("sample_for")
-
-    @property
-    def measures_updates(self) -> bool:
-        return self.overrides("before_update", "after_update")
-
-    @property
     def adapts(self) -> bool:
-        return self.observes or self.measures_updates
+        return self.overrides("observe", "before_update", "after_update")
 
     @property
     def can_be_stratified(self) -> bool:

@@ -867,7 +867,7 @@ def test_everything_that_workers_need_can_be_pickled(photos, prepare, load):
         assert (copy.read(3), copy.describe(3)) == (source.read(3), source.describe(3))
     decoder = pickle.loads(pickle.dumps(store._Decoder(photos, ImageFormat(8, 3, False), True)))
     assert [decoder(row).shape for row in range(2)] == [(3, 15, 8), (3, 8, 9)]
-    load_step = batches_of(prepare(photos, memory_limit_bytes=0)).load
+    load_step = batches_of(prepare(photos, memory_limit_bytes=0))._load
     for copied, original in zip(pickle.loads(pickle.dumps(load_step))(5), load_step(5), strict=True):
         np.testing.assert_array_equal(copied, original)
 

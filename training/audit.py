@@ -39,7 +39,7 @@ class Row:
 
 def audit(run: Run) -> list[Row]:
     """List the rows of the table, for the paper's CIFAR-10 run."""
-    config, sizes, unet, scheduler = run.config, run.sizes, run.state.unet, run.process
+    config, sizes, unet, scheduler = run.config, run.sizes, run.state.unet, run.state.loss.process
     adam = run.state.update.optimizer.param_groups[0]
     optimizer = "Adam({:g}, {:g}), eps {:g}, decay {:g}, clip {:g}".format(
         *adam["betas"], adam["eps"], adam["weight_decay"], config.max_grad_norm

@@ -39,10 +39,7 @@ class Window:
     def add(
         self, t: torch.Tensor, weights: torch.Tensor, errors: torch.Tensor, update: Update, observed: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a step; return whether its numbers are finite everywhere, and the sum over the processes of `observed`.
-
-        It all goes in one exchange, on the device.
-        """
+        """Add a step; return whether its numbers are finite everywhere, and the sum of `observed` over processes."""
         quarters = torch.arange(QUARTERS, device=t.device)[:, None]
         in_quarter = t * QUARTERS // self.num_train_timesteps == quarters
         errors_of_quarters = torch.where(in_quarter, errors.to(self._dtype), 0).sum(1)
@@ -50,7 +47,7 @@ class Window:
         single = torch.stack([weights.sum(), weights.square().sum(), objective, (~update.is_finite).to(self._dtype)])
         shared = torch.cat([errors_of_quarters, in_quarter.sum(1), single, observed])
         if self.processes.count > 1:
-            dist.all_reduce(shared)
+            dist.all_reduce(shared)  # all in one exchange, on the device
         sums, failures, observed = shared.split([GRADIENT_NORM, 1, len(observed)])
         # The gradients were averaged before the norm, which is therefore the same everywhere.
         self.sums += torch.cat([sums, update.gradient_norm.detach().to(self._dtype)[None]])

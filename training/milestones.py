@@ -45,8 +45,8 @@ class Milestones:
             self.image_steps = config.save_images_epochs * steps_per_epoch
         self.model_steps = config.save_model_epochs and config.save_model_epochs * steps_per_epoch
         full_length = config.ddpm_num_inference_steps == config.ddpm_num_steps
-        variance_type = run.process.config.variance_type if full_length else None
-        self.sampling = DDPM(run.process, config.ddpm_num_inference_steps, variance_type)
+        variance_type = config.variance_type if full_length else None
+        self.sampling = DDPM(run.state.loss.process, config.ddpm_num_inference_steps, variance_type)
         network = run.state.unet.config
         self.shape = (network.in_channels, network.sample_size, network.sample_size)
         # A row for each class or prompt, or nearly a square.
@@ -211,7 +211,7 @@ class Milestones:
         from diffusers import DDPMPipeline
 
         *_, unet = networks_of(state).values()  # the moving average, if there is one
-        pipeline = DDPMPipeline(unet=unet, scheduler=self.run.process.plain())
+        pipeline = DDPMPipeline(unet=unet, scheduler=state.loss.process.plain())
         try:
             self.folder.write_pipeline(pipeline, self.run.condition.pipeline_entries())
         except Exception as error:  # safetensors reports a full disk in its own way; the checkpoint comes next

@@ -74,10 +74,10 @@ class TrainingState:
     @property
     def sampling_weights(self) -> dict[str, torch.nn.Module]:
         """The networks to look at: the moving average, and the raw weights while that still lags behind."""
-        ema = self.update.ema
+        ema, raw = self.update.ema, {"raw": self.unet}
         if ema is None:
-            return {"raw": self.unet}
-        return {"ema": ema.ema_model} | ({"raw": self.unet} if self.step < 5 / (1 - ema.beta) else {})
+            return raw
+        return {"ema": ema.ema_model} | (raw if self.step < 5 / (1 - ema.beta) else {})
 
 
 @dataclass
@@ -89,7 +89,6 @@ class Run:
     condition: Condition
     sizes: Batch
     batches: TrainingBatches
-    process: ExactDDPMScheduler
     state: TrainingState
     total_steps: int
     over: bool = False  # before it began: there is nothing left to train
@@ -139,10 +138,7 @@ def build_process(config: TrainingConfig) -> ExactDDPMScheduler:
 
 
 def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages, condition: Condition) -> Run:
-    """Build which images make up which step, the network, the objective, and all that changes while training.
-
-    Raise if the disk has no room for the network's checkpoints.
-    """
+    """Build batches, network, objective and all that changes while training; raise if the disk has no room for it."""
     sizes = resolve_batch(config, processes.count)
     batches = TrainingBatches(data, condition, config.seed, sizes.total, sizes.accumulation, processes)
     total_steps = resolve_steps(config, batches.steps_per_epoch)
@@ -151,8 +147,7 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
     initialisation = generator_for(config.seed, "initialisation")
     unet = build_training_unet(config, data.channels, initialisation, condition.network).to(processes.device)
     check_disk(config, unet.num_parameters())
-    process = build_process(config)
-    loss = build_loss(vars(config), process)
+    loss = build_loss(vars(config), build_process(config))
     loss.start(config.seed, sizes.total, data.channels, condition.inputs, processes)
     state = TrainingState(
         unet=unet,
@@ -162,7 +157,7 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
         settings=settings_of(config) | {"images": len(data.images)} | condition.settings,
         condition=condition.description,
     )
-    return Run(config, processes, condition, sizes, batches, process, state, total_steps)
+    return Run(config, processes, condition, sizes, batches, state, total_steps)
 
 
 def execute(run: Run) -> None:
