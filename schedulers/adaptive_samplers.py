@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.distributions import Beta
 
 from common.machine import to_device
-from schedulers.timestep_samplers import TimestepSampler, UpdateProbe
+from schedulers.timestep_samplers import TimestepSampler, UpdateProbe, positive
 
 
 class LossSecondMoment(TimestepSampler):
@@ -20,8 +20,7 @@ class LossSecondMoment(TimestepSampler):
 
     def __init__(self, alphas_cumprod: torch.Tensor, history: int = 10, uniform: float = 0.001):
         super().__init__(alphas_cumprod)
-        if history < 1:
-            raise ValueError(f"history {history}: must be 1 or greater")
+        positive(history=history)
         if not 0 < uniform <= 1:
             raise ValueError(f"uniform {uniform}: must be greater than 0 and at most 1")
         self.uniform = uniform

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from common.processes import Processes
 from run_folder.folder import QUARTERS
 
 if TYPE_CHECKING:
-    from common.processes import Processes
     from training.update import Update
 
 # Where the sums are: of losses and images by quarter of t, of weights and their squares, then one each.

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from diffusers.optimization import get_scheduler
 from ema_pytorch import EMA
 
 from common.errors import RunFailed
 from common.processes import Processes
 from run_folder.config import TrainingConfig
-
-if TYPE_CHECKING:
-    from training.metrics import Window
+from training.metrics import Window
 
 HEALTHY = torch.iinfo(torch.int64).max  # the step of a failure that has not happened
 # Under fp16 the gradient scaler halves its scale at every overflow, from 65536; below this they are not by chance.
@@ -127,11 +125,8 @@ def build_optimizer(config: TrainingConfig, unet: torch.nn.Module) -> torch.opti
 def learning_rate_schedule(config: TrainingConfig, total_steps: int) -> Callable[[int], float]:
     """Return the learning rate as a function of the step s = 0, 1, ..., with the curves that diffusers defines.
 
-    With warm-up it is learning_rate * min(s / warmup_steps, 1). A scheduler prepared by accelerate would be stepped
-    once per process and finish the warm-up that many times too early.
+    A scheduler prepared by accelerate would be stepped once per process and finish the warm-up that much too early.
     """
-    from diffusers.optimization import get_scheduler
-
     carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = get_scheduler(
         config.lr_scheduler, carrier, num_warmup_steps=config.lr_warmup_steps, num_training_steps=total_steps
@@ -140,16 +135,13 @@ def learning_rate_schedule(config: TrainingConfig, total_steps: int) -> Callable
 
 
 def build_ema(config: TrainingConfig, unet: torch.nn.Module) -> ExactEMA | None:
-    """Build the moving average: a copy at first, then ema <- decay ema + (1 - decay) weights.
-
-    "Without warm-up" must be said in ema-pytorch's terms: the ramp's minimum is its maximum, no update is left out.
-    """
+    """Build the moving average: a copy at first, then ema <- decay ema + (1 - decay) weights."""
     if not config.use_ema:
         return None
     return ExactEMA(
         unet,
         beta=config.ema_max_decay,
-        min_value=0.0 if config.ema_warmup else config.ema_max_decay,
+        min_value=0.0 if config.ema_warmup else config.ema_max_decay,  # a ramp whose minimum is its maximum
         inv_gamma=config.ema_inv_gamma,
         power=config.ema_power,
         update_after_step=0,
