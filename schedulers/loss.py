@@ -232,11 +232,8 @@ def build_loss(options: dict[str, object], process: ExactDDPMScheduler) -> Diffu
 def build_sampler(options: dict[str, object], alphas_cumprod: torch.Tensor) -> TimestepSampler:
     """Build the sampler that the options name, from the registry or from the user's own file."""
     name = options["timestep_sampler"]
-    if name not in TIMESTEP_SAMPLERS:
-        kind, own = load_class(name), parse_own_options(options["timestep_sampler_options"])
-    else:
-        kind = TIMESTEP_SAMPLERS[name]
-        own = options_of(options, name, kind)
+    kind = TIMESTEP_SAMPLERS[name] if name in TIMESTEP_SAMPLERS else load_class(name)
+    own = options_of(options, name, kind) | parse_own_options(options["timestep_sampler_options"])
     with blamed_on(f"--timestep_sampler {name}"):
         sampler = kind(alphas_cumprod, **own)
     if options["stratified"]:
@@ -279,11 +276,10 @@ def load_class(name: str) -> type[TimestepSampler]:
         specification.loader.exec_module(module)
     except Exception as error:  # whatever the file does
         raise UserError(f"--timestep_sampler {name}: {path} fails with {type(error).__name__}: {error}") from error
-    found = {
-        kind.__name__: kind
-        for kind in vars(module).values()
-        if inspect.isclass(kind) and issubclass(kind, TimestepSampler) and kind.__module__ == module.__name__
-    }
+    classes = inspect.getmembers(
+        module, lambda member: inspect.isclass(member) and member.__module__ == module.__name__
+    )
+    found = {own: kind for own, kind in classes if issubclass(kind, TimestepSampler)}
     if wanted not in found:
         there = f"has {', '.join(found)}" if found else "has no class that extends TimestepSampler"
         raise UserError(f"--timestep_sampler {name}: {path} has no timestep sampler {wanted}; it {there}")

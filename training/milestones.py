@@ -146,10 +146,8 @@ class Milestones:
         return not too_long
 
     def _my_samples(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return this process's share of the seeds 0, 1, ..., and what the network takes for the rows they are in.
-
-        Every process has as many, so that some of the last come twice where needed.
-        """
+        """Return this process's share of the seeds 0, 1, ..., and what the network takes for the rows they are in."""
+        # Every process has as many; some come twice where needed.
         per_process, device = -(-self.num_samples // self.processes.count), self.processes.device
         seeds = (torch.arange(per_process) * self.processes.count + self.processes.index) % self.num_samples
         inputs = self.run.condition.inputs_of_grid(seeds // self.columns)
