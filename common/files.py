@@ -69,6 +69,17 @@ def save_safetensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dic
             raise OSError(str(error)) from error
 
 
+def load_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Read the tensors and the metadata of a file; whatever is wrong with it is an `OSError`."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
 def make_folder(path: Path) -> None:
     """Make a folder that the user names, unless it is there."""
     try:

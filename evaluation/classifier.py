@@ -1,24 +1,21 @@
-"""A small network that tells the classes of real images apart, to ask it whether samples show what was asked for.
+"""A small network that recognises the classes of real images, to judge whether samples show what was asked for.
 
-It is trained once for a data set, on four fifths of the images. How well it reads the last fifth belongs to every
-number that it gives.
+It is trained once for a data set, on four fifths of the images. Its accuracy on the last fifth belongs to every number
+that it gives.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from common.errors import UserError, first_line
-from common.files import make_folder
+from common.errors import first_line, user_errors
+from common.files import load_safetensors, make_folder, save_safetensors
 from common.progress import progress_bar
 from common.randomness import generator_for
 
@@ -33,7 +30,7 @@ LARGEST_SHIFT = 1 / 8  # of the side, either way
 
 @dataclass
 class Classifier:
-    """The network, and the share of images right among so many that it had not seen."""
+    """The network, and its accuracy on so many images that it had not seen."""
 
     network: nn.Module
     accuracy: float
@@ -41,58 +38,37 @@ class Classifier:
 
     @torch.inference_mode()
     def classes_of(self, images: torch.Tensor) -> torch.Tensor:
-        """The class of each of some images, uint8 [n, channels, height, width]."""
+        """Return the class of each of some images, uint8 [n, channels, height, width]."""
         device = next(self.network.parameters()).device
         return torch.cat([self.network(scaled(part.to(device))).argmax(1).cpu() for part in images.split(512)])
 
 
 def load_classifier(images: torch.Tensor, labels: torch.Tensor, cache_dir: Path, device: torch.device) -> Classifier:
-    """The classifier of these images, uint8 [n, channels, height, width]; trained unless it is in the cache."""
+    """Return the classifier of these images, uint8 [n, channels, height, width]; train it unless it is in the cache."""
     digest = hashlib.blake2b(repr((FORMAT_VERSION, images.shape)).encode(), digest_size=16)
     for tensor in (images, labels):
         digest.update(tensor.contiguous().numpy())
     path = cache_dir / f"classifier-{digest.hexdigest()}.safetensors"
     held_out = hold_out(labels)
     network = build_network(images.shape[1], images.shape[2], int(labels.max()) + 1)
-    if not load_weights(network, path):
+    try:
+        network.load_state_dict(load_safetensors(path)[0])
+    except (OSError, RuntimeError) as error:
+        if path.exists():
+            logger.warning("%s is damaged and is made again (%s)", path, first_line(error))
         make_folder(path.parent)  # the training can take minutes
         train(network.to(device), images[~held_out], labels[~held_out])
-        save_weights(network, path)
+        with user_errors(f"--cache_dir {cache_dir}: the classifier cannot be kept there", OSError):
+            save_safetensors(network.state_dict(), path)
     classifier = Classifier(network.to(device).eval(), 0.0, int(held_out.sum()))
     classifier.accuracy = (classifier.classes_of(images[held_out]) == labels[held_out]).double().mean().item()
-    logger.info(
-        "The classifier reads %.1f %% of %d real images that it has not seen",
-        100 * classifier.accuracy,
-        classifier.num_held_out,
-    )
+    percent = 100 * classifier.accuracy
+    logger.info("The classifier recognises %.1f %% of %d real images it has not seen", percent, classifier.num_held_out)
     return classifier
 
 
-def load_weights(network: nn.Module, path: Path) -> bool:
-    """Whether the weights are in the cache; damaged ones are as good as none."""
-    if not path.exists():
-        return False
-    try:
-        network.load_state_dict(load_file(path))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        logger.warning("%s is damaged and is made again (%s)", path, first_line(error))
-        return False
-    return True
-
-
-def save_weights(network: nn.Module, path: Path) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        save_file(network.state_dict(), aside)
-        aside.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"--cache_dir {path.parent}: the classifier cannot be kept there ({error})") from error
-    finally:
-        aside.unlink(missing_ok=True)
-
-
 def hold_out(labels: torch.Tensor) -> torch.Tensor:
-    """Which images are kept from the training: as large a share of every class, drawn at random.
+    """Choose the images that are kept from the training: as large a share of every class, drawn at random.
 
     Where no class has enough for that, one image of each that has several.
     """
@@ -107,7 +83,7 @@ def hold_out(labels: torch.Tensor) -> torch.Tensor:
 
 
 def build_network(channels: int, size: int, num_classes: int) -> nn.Module:
-    """Two convolutions for each halving of the image."""
+    """Build a network with two convolutions for each halving of the image."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers, width = [], 32
@@ -123,7 +99,7 @@ def build_network(channels: int, size: int, num_classes: int) -> nn.Module:
 
 
 def train(network: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
-    """With images shifted a little; the learning rate falls to zero."""
+    """Train with images shifted a little and a learning rate that falls to zero."""
     device = next(network.parameters()).device
     steps = max(STEPS, EPOCHS * len(images) // BATCH_SIZE)
     optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, weight_decay=0.05)
@@ -141,7 +117,7 @@ def train(network: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Non
 
 
 def shifted(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The images, all moved by the same few pixels; what leaves on one side is lost."""
+    """Move all images by the same few pixels; what leaves on one side is lost."""
     most = int(images.shape[-1] * LARGEST_SHIFT)
     down, right = torch.randint(-most, most + 1, (2,), generator=generator).tolist()
     padded = nn.functional.pad(images, (most, most, most, most), mode="replicate")
@@ -150,4 +126,5 @@ def shifted(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def scaled(images: torch.Tensor) -> torch.Tensor:
+    """Bring uint8 images to -1..1."""
     return images.float() / 127.5 - 1

@@ -1,23 +1,18 @@
-"""Curves over a run, and several runs against each other. A line never joins different numbers of images."""
+"""Curves over a run. A line never joins different numbers of images."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from matplotlib.ticker import ScalarFormatter
 
 from common.plots import NOTE, drawing
-from evaluation.results import METHOD, scale_of
-
-if TYPE_CHECKING:
-    from evaluation.results import Row
+from evaluation.metrics import AS_ASKED, FD, FID, FIRST_STEPS, INCEPTION_SCORE, METRICS, SECONDS, Metric
+from evaluation.results import METHOD, Row, comparable_rows, guidance_scale_of
 
 FIRST = 25
-MANY_TIMES = 5  # a distance that falls so far is drawn on a logarithmic axis
-DISTANCES = ("fid", "fd")  # in Inception's features, and in another network's
-LABELS = {"fid": "FID", "fd": "Fréchet distance", "is": "Inception Score", "kid": "KID", "as_asked": "share as asked"}
+LOGARITHMIC_RATIO = 5  # a distance that falls by so much is drawn on a logarithmic axis
 
 # CIFAR-10, 50,000 samples against the training set: Ho et al. 2020, and others' runs of the same.
 PUBLISHED = {
@@ -35,102 +30,91 @@ Line = list[tuple[float, float]]
 
 
 def draw_run(output_dir: Path, rows: list[Row], has_score: bool) -> list[Path]:
-    """The pictures of a run: over steps, the first of them again, and over seconds of training."""
+    """Draw the plots of a run: over steps, the first of them again, and over seconds of training."""
     rows = [row for row in rows if row["step"] is not None]
     first = sorted({row["step"] for row in rows})[:FIRST]
-    early = [row for row in rows if row["step"] in first]
-    pictures = {
-        "FID_vs_TrainingSteps.png": (rows, "fid", "step"),
-        "FID_vs_TrainingSteps_First25.png": (early, "fid", "step"),
-        "IS_vs_TrainingSteps.png": (rows, "is", "step"),
-        "IS_vs_TrainingSteps_First25.png": (early, "is", "step"),
-        "KID_vs_TrainingSteps.png": (rows, "kid", "step"),
-        "FID_vs_TrainingSeconds.png": (rows, "fid", "train_seconds"),
-        "FD_vs_TrainingSteps.png": (rows, "fd", "step"),
-        "FD_vs_TrainingSteps_First25.png": (early, "fd", "step"),
-        "FD_vs_TrainingSeconds.png": (rows, "fd", "train_seconds"),
-    }
-    written = []
-    for name, (shown, metric, against) in pictures.items():
-        lines = lines_of(shown, metric, against)
-        if lines:
-            draw(output_dir / name, lines, metric, against, published=published_for(shown, metric))
-        elif metric == "is" and not has_score:
-            say_that_there_is_none(output_dir / name)
-        else:
-            continue
-        written.append(output_dir / name)
-    return written
+    drawn = []
+    for metric in METRICS:
+        for curve in metric.curves:
+            path = output_dir / f"{metric.name.upper()}_vs_{curve}.png"
+            shown = [row for row in rows if row["step"] in first] if curve == FIRST_STEPS else rows
+            against = "train_seconds" if curve == SECONDS else "step"
+            lines = lines_of(shown, metric, against)
+            if lines:
+                draw(path, lines, metric, against, published_for(shown, metric))
+            elif metric == INCEPTION_SCORE and not has_score:
+                draw_missing_score(path)
+            else:
+                continue
+            drawn.append(path)
+    return drawn
 
 
 def draw_guidance(output_dir: Path, rows: list[Row]) -> list[Path]:
-    """Distance and share of samples that show what was asked for, against the guidance scale; of the last step."""
-    scales = [(scale_of(row), row) for row in rows if scale_of(row) is not None and row["step"] is not None]
-    last = max((row["step"] for _, row in scales), default=None)
+    """Draw distance and share of samples that show what was asked for against the guidance scale, at the last step."""
+    rows = [row for row in rows if guidance_scale_of(row) is not None and row["step"] is not None]
+    last = max((row["step"] for row in rows), default=None)
     points = [
-        {**row, "settings": without_scale(row), "guidance_scale": scale} for scale, row in scales if row["step"] == last
+        {**row, "settings": _without_guidance_scale(row), "guidance_scale": guidance_scale_of(row)}
+        for row in rows
+        if row["step"] == last
     ]
-    shown = [metric for metric in (*DISTANCES, "as_asked") if lines_of(points, metric, "guidance_scale")]
+    shown = [metric for metric in (FID, FD, AS_ASKED) if lines_of(points, metric, "guidance_scale")]
     if len({point["guidance_scale"] for point in points}) < 2 or not shown:
         return []
-    path = output_dir / f"{shown[0].upper()}_vs_Guidance.png"
+    path = output_dir / f"{shown[0].name.upper()}_vs_Guidance.png"
     with drawing(path, rows=len(shown), sharex=True) as (_, panels):
         for axes, metric in zip(panels.flat, shown, strict=True):
             for label, line in lines_of(points, metric, "guidance_scale").items():
                 axes.plot(*zip(*line, strict=True), marker="o", markersize=4, label=label)
-            axes.set_ylabel(LABELS[metric])
+            axes.set_ylabel(metric.label)
             axes.legend(fontsize=8)
         panels[-1, 0].set_xlabel(f"guidance scale (1 is none), step {last}")
     return [path]
 
 
-def without_scale(row: Row) -> str:
-    """The settings of a row's sampler, apart from guidance."""
+def _without_guidance_scale(row: Row) -> str:
     return " ".join(part for part in row["settings"].split() if not part.startswith("guidance_scale="))
 
 
-def lines_of(rows: list[Row], metric: str, against: str) -> dict[str, Line]:
-    """A line for every number of images and every method; what distinguishes them is in their labels."""
-    groups: dict[tuple, Line] = {}
-    for row in rows:
-        for name, value in row.items():
-            if metric_of(name) == metric and value is not None and row[against] is not None:
-                key = (name, *(row[part] for part in METHOD))
-                groups.setdefault(key, []).append((row[against], value))
+def lines_of(rows: list[Row], metric: Metric, against: str) -> dict[str, Line]:
+    """Return a line for every number of images and every method; their labels say what distinguishes them."""
+    groups = {key: line_of(some, key[0], against) for key, some in comparable_rows(rows, [metric]).items()}
+    groups = {key: line for key, line in groups.items() if line}
     varying = [position for position in range(1, len(METHOD) + 1) if len({key[position] for key in groups}) > 1]
     return {
-        ", ".join([key[0], *(named(METHOD[position - 1], key[position]) for position in varying)]): sorted(line)
+        ", ".join([key[0], *(describe_setting(METHOD[position - 1], key[position]) for position in varying)]): line
         for key, line in groups.items()
     }
 
 
-def metric_of(name: str) -> str:
-    """A column's metric, in whatever mode and by whatever network the images were seen; lines are told apart by the
-    whole name."""
-    metric = name.partition("@")[0].removesuffix("_clean").removesuffix("_legacy_pytorch")
-    return "fd" if metric.startswith("fd_") else metric
+def line_of(rows: list[Row], column: str, against: str) -> Line:
+    """Return the points of rows that were measured alike, in order."""
+    return sorted((row[against], row[column]) for row in rows if row[against] is not None)
 
 
-def named(part: str, value: object) -> str:
-    return f"{value} steps" if part == "steps" else str(value)
+def describe_setting(name: str, value: object) -> str:
+    """Return a part of a method as it is read without its name."""
+    return f"{value} steps" if name == "steps" else str(value)
 
 
-def published_for(rows: list[Row], metric: str) -> dict[str, float]:
-    """Published numbers, where all that is drawn of these rows was measured on the same data and as many images."""
-    drawn = [(name, row) for row in rows for name in row if metric_of(name) == metric and row[name] is not None]
-    if all(PUBLISHED_REFERENCE.search(str(row["reference"])) for _, row in drawn):
+def published_for(rows: list[Row], metric: Metric) -> dict[str, float]:
+    """Return published numbers if all that is drawn of these rows was measured on the same data and as many images."""
+    drawn = comparable_rows(rows, [metric], ["reference"])
+    if all(PUBLISHED_REFERENCE.search(str(reference)) for _, reference in drawn):
+        columns = {column for column, _ in drawn}
         for published, levels in PUBLISHED.items():
-            number = published.partition("@")[2]
-            if all(name.endswith(f"@{number}") for name, _ in drawn) and any(name == published for name, _ in drawn):
+            count = published.partition("@")[2]
+            if published in columns and all(column.endswith(f"@{count}") for column in columns):
                 return levels
     return {}
 
 
 def draw(
-    path: Path, lines: dict[str, Line], metric: str, against: str, published: dict[str, float], title: str | None = None
+    path: Path, lines: dict[str, Line], metric: Metric, against: str, published: dict[str, float], title: str = ""
 ) -> None:
-    """Lines over steps or seconds, the best point of each in a ring; published numbers as levels."""
-    best = max if metric == "is" else min
+    """Draw lines over steps or seconds, the best point of each in a ring; published numbers as levels."""
+    best = min if metric.lower_is_better else max
     with drawing(path, panel_width=7) as (_, panels):
         axes = panels[0, 0]
         for label, line in lines.items():
@@ -143,7 +127,7 @@ def draw(
             place = {"xy": (0.005, value), "xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
             axes.annotate(f"{label}: {value}", **place, xytext=(0, 2), fontsize=7, color=NOTE)
         values = [value for line in lines.values() for _, value in line]
-        if metric in DISTANCES and max(values) > MANY_TIMES * min(values) > 0:
+        if metric in (FID, FD) and max(values) > LOGARITHMIC_RATIO * min(values) > 0:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(ScalarFormatter())
             axes.yaxis.set_minor_formatter(ScalarFormatter())
@@ -151,21 +135,20 @@ def draw(
             axes.grid(which="minor")
         axes.margins(y=0.1)
         axes.set_xlabel("training step" if against == "step" else "seconds of training")
-        axes.set_ylabel(LABELS[metric])
-        if title is not None:
+        axes.set_ylabel(metric.label)
+        if title:
             axes.set_title(title, fontsize=8, color=NOTE)
         axes.legend(fontsize=8)
 
 
-def say_that_there_is_none(path: Path) -> None:
-    """The file that somebody looks for, without a number that nobody measured."""
+def draw_missing_score(path: Path) -> None:
+    """Write the file that somebody looks for, without a number that nobody measured."""
     with drawing(path, panel_width=7) as (_, panels):
         axes = panels[0, 0]
         axes.set_axis_off()
-        axes.text(
-            0.5, 0.5,
+        text = (
             "Inception Score: not available\n\n"
             "The Inception network found here has no last layer, hence no logits.\n"
-            "With inception-2015-12-05.pt (--inception_weights) this picture is drawn.",
-            ha="center", va="center", linespacing=1.6,
-        )  # fmt: skip
+            "With inception-2015-12-05.pt (--inception_weights) this picture is drawn."
+        )
+        axes.text(0.5, 0.5, text, ha="center", va="center", linespacing=1.6)

@@ -1,45 +1,36 @@
-"""What a user names as a set of images: a folder, an npz file, a data set. One by one, they are uint8 RGB."""
+"""Sets of images that a user can name: a folder, an npz file, a data set. Each image is uint8 RGB."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
-from common.errors import UserError
+from common.errors import UserError, user_errors
 from common.files import sha256
+from generation.sample_folder import RECORD
 from image_data.decode import UndecodableImage, decode_image, is_grey, stored_size, upright_size
 from image_data.sources import NamedDataset, load_images, spread
 from image_data.workers import load_in_workers
 
 if TYPE_CHECKING:
     from common.processes import Processes
+    from image_data.sources import ImageSource
 
 logger = logging.getLogger(__name__)
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
 SAMPLED_FOR_COLOUR = 64
-SAMPLES = "samples.json"  # what generate.py describes a folder with
+DECODED_AT_A_TIME = 64
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # which images of the set, and the images, uint8 [n, 3, height, width]
-
-
-class ImageFiles(Protocol):
-    """Encoded images, as `image_data.sources.ImageSource` is."""
-
-    name: str
-    fingerprint: str
-
-    def __len__(self) -> int: ...
-    def read(self, index: int) -> bytes: ...
-    def describe(self, index: int) -> str: ...
 
 
 class FolderFiles:
@@ -61,97 +52,103 @@ class FolderFiles:
         return len(self.paths)
 
     def read(self, index: int) -> bytes:
+        """Return the bytes of a file."""
         try:
             return self.paths[index].read_bytes()
         except OSError as error:
             raise UndecodableImage(error.strerror or str(error)) from error
 
     def describe(self, index: int) -> str:
+        """Return where the user finds a file."""
         return str(self.paths[index])
 
 
 class EncodedImages:
     """Image files as pixels: of the size they have, which must be one, or resized and cropped at the centre.
 
-    The centre, because a random crop would make the reference another one at every visit.
+    The centre, because a random crop would change the reference at every visit.
     """
 
-    def __init__(self, files: ImageFiles, resolution: int | None = None, channels: int = 3):
+    def __init__(self, files: FolderFiles | ImageSource, resolution: int | None = None, channels: int = 3):
         self.files = files
         self.rows: Sequence[int] = range(len(files))  # those of the files that are images
-        self.name, self.split, self.fingerprint = files.name, getattr(files, "split", None), files.fingerprint
+        self.name, self.split, self.fingerprint = files.name, files.split, files.fingerprint
         self.resolution = resolution
         self.channels = 1 if channels == 1 else 3  # transparency is laid over white
-        self.size = (resolution, resolution) if resolution else self._size_of(0)
+        self.size = (resolution, resolution) if resolution else self._read(0, upright_size)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def without_bad(self, num_workers: int) -> EncodedImages:
-        """Leave out what cannot be decoded; to know, all of it is decoded once."""
-        self.rows, bad = range(len(self.files)), []
-        parts = torch.arange(len(self.files)).split(64)
-        for part, outcomes in zip(parts, load_in_workers(_Decodable(self), parts, num_workers), strict=True):
-            bad += [row for row, decodable in zip(part.tolist(), outcomes, strict=True) if not decodable]
-        if len(bad) == len(self.files):
-            raise UserError(f"none of the {len(bad)} images of {self.name} can be decoded")
-        for row in bad:
+        """Leave out what cannot be decoded, which takes decoding everything once."""
+        parts = torch.arange(len(self.files)).split(DECODED_AT_A_TIME)
+        decodable = [row for rows in load_in_workers(_Mapped(self._decodable), parts, num_workers) for row in rows]
+        if not decodable:
+            raise UserError(f"none of the {len(self.files)} images of {self.name} can be decoded")
+        for row in sorted(set(range(len(self.files))) - set(decodable)):
             logger.warning("%s cannot be decoded and is left out", self.files.describe(row))
-        self.rows = sorted(set(self.rows) - set(bad))
+        self.rows = decodable
         return self
 
     def pixels(self, index: int) -> np.ndarray:
-        """An image as uint8 [3, height, width]."""
+        """Return an image as uint8 [3, height, width]."""
         row = self.rows[index]
-        where = self.files.describe(row)
-        try:
-            image = self.decode(row)
-        except UndecodableImage as error:
-            raise UserError(f"cannot decode {where}: {error}; repair or remove this image") from error
+        image = self._read(row, self._decode)
         if image.shape[1:] != self.size:
             raise UserError(
-                f"{where} has {image.shape[2]}x{image.shape[1]} pixels, the first image {self.size[1]}x{self.size[0]}: "
-                f"all images must have one size"
+                f"{self.files.describe(row)} has {image.shape[2]}x{image.shape[1]} pixels, the first image "
+                f"{self.size[1]}x{self.size[0]}: all images must have one size"
             )
         return np.broadcast_to(image, (3, *self.size))
 
-    def decode(self, row: int) -> np.ndarray:
-        data = self.files.read(row)
+    def is_grey(self) -> bool:
+        """Return whether the images are without colour, judged by an even sample."""
+        return self.channels == 1 or all(map(self._is_grey, spread(len(self.files), SAMPLED_FOR_COLOUR)))
+
+    def _is_grey(self, row: int) -> bool:
+        try:
+            return is_grey(self.files.read(row))
+        except UndecodableImage:
+            return True  # whether that is an error is decided when it is decoded
+
+    def _decode(self, data: bytes) -> np.ndarray:
         resolution = self.resolution or min(stored_size(data))
         return decode_image(data, self.channels, resolution, center_crop=self.resolution is not None)
 
-    def is_grey(self) -> bool:
-        """Whether the images are without colour, judged by an even sample."""
-        return self.channels == 1 or all(
-            _is_grey(self.files, index) for index in spread(len(self.files), SAMPLED_FOR_COLOUR)
-        )
+    def _decodable(self, rows: torch.Tensor) -> list[int]:
+        found = []
+        for row in rows.tolist():
+            try:
+                self._decode(self.files.read(row))
+            except UndecodableImage:
+                continue
+            found.append(row)
+        return found
 
-    def _size_of(self, index: int) -> tuple[int, int]:
+    def _read(self, row: int, function: Callable[[bytes], Any]) -> Any:
         try:
-            return upright_size(self.files.read(index))
+            return function(self.files.read(row))
         except UndecodableImage as error:
-            raise UserError(
-                f"cannot decode {self.files.describe(index)}: {error}; repair or remove this image"
-            ) from error
+            where = self.files.describe(row)
+            raise UserError(f"cannot decode {where}: {error}; repair or remove this image") from error
 
 
 class ArrayImages:
     """The images of an npz file: `arr_0` or `images`, uint8 [n, height, width, 1 or 3 or 4]."""
 
     split = None
+    resolution = None
+    channels = 3
 
     def __init__(self, path: Path):
         self.name, self.fingerprint = path.name, sha256(path)
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                names = [name for name in ("arr_0", "images") if name in arrays.files]
-                if not names:
-                    raise UserError(
-                        f"{path} holds no arr_0 and no images, only: {', '.join(arrays.files) or 'nothing'}"
-                    )
-                images = arrays[names[0]]
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
-            raise UserError(f"{path} cannot be read as an npz file: {error}") from error
+        broken = user_errors(f"{path} cannot be read as an npz file", OSError, ValueError, zipfile.BadZipFile)
+        with broken, np.load(path, allow_pickle=False) as arrays:
+            names = [name for name in ("arr_0", "images") if name in arrays.files]
+            if not names:
+                raise UserError(f"{path} holds no arr_0 and no images, only: {', '.join(arrays.files) or 'nothing'}")
+            images = arrays[names[0]]
         if images.dtype != np.uint8 or images.ndim not in (3, 4):
             raise UserError(
                 f"{path}: {names[0]} is {images.dtype} {list(images.shape)}; "
@@ -162,16 +159,17 @@ class ArrayImages:
             images = images.transpose(0, 2, 3, 1)
         if images.shape[3] not in (1, 3, 4):
             raise UserError(f"{path}: {names[0]} has {images.shape[3]} channels; 1, 3 or 4 are understood")
-        self.images, self.size, self.channels = images, images.shape[1:3], 3
-        self.resolution = None
+        self.images, self.size = images, images.shape[1:3]
 
     def __len__(self) -> int:
         return len(self.images)
 
     def pixels(self, index: int) -> np.ndarray:
+        """Return an image as uint8 [3, height, width]."""
         return as_rgb(torch.from_numpy(self.images[index].transpose(2, 0, 1))[None])[0].numpy()
 
     def is_grey(self) -> bool:
+        """Return whether the images are without colour."""
         return self.images.shape[3] == 1
 
 
@@ -179,7 +177,7 @@ ImageSet = EncodedImages | ArrayImages
 
 
 def open_images(path: str, flag: str, resolution: int | None = None) -> ImageSet:
-    """The images at a path: an npz file, a folder of image files, or a folder of parquet files.
+    """Open the images at a path: an npz file, a folder of image files, or a folder of parquet files.
 
     `resolution` is the size that a reference is brought to; generated images are measured as they are.
     """
@@ -194,7 +192,7 @@ def open_images(path: str, flag: str, resolution: int | None = None) -> ImageSet
                 f"{resolution}x{resolution} are needed; an npz file is taken as it is"
             )
         return images
-    if (found / SAMPLES).is_file():
+    if (found / RECORD).is_file():
         # generate.py's folder also holds grids, which are pictures but no samples.
         parts = [found / name for name in ("images", "samples.npz", "data") if (found / name).exists()]
         if not parts:
@@ -209,9 +207,9 @@ def open_images(path: str, flag: str, resolution: int | None = None) -> ImageSet
 
 
 def as_rgb(images: torch.Tensor) -> torch.Tensor:
-    """uint8 images of 1, 3 or 4 channels as RGB: grey three times, transparency over white."""
+    """Turn uint8 images of 1, 3 or 4 channels into RGB: grey three times, transparency over white."""
     if images.shape[1] == 1:
-        return images.expand(-1, 3, -1, -1)
+        return images.repeat(1, 3, 1, 1)  # not a view: memory whose channels are one cannot be pinned
     if images.shape[1] == 4:
         alpha = images[:, 3:].float() / 255
         return (images[:, :3] * alpha + 255 * (1 - alpha)).round().to(torch.uint8)
@@ -221,7 +219,7 @@ def as_rgb(images: torch.Tensor) -> torch.Tensor:
 def batches_of(
     images: ImageSet, indices: torch.Tensor, batch_size: int, num_workers: int, processes: Processes | None = None
 ) -> Iterator[Batch]:
-    """These images of a set, decoded ahead by workers where there is something to decode; or a process's share.
+    """Yield these images of a set, or a process's share of them, decoded ahead by workers.
 
     Whole batches are dealt to the processes: what a network makes of an image can depend in its last bits on the
     others beside it, and so the number of processes changes nothing.
@@ -230,40 +228,25 @@ def batches_of(
     if processes is not None:
         parts = parts[processes.index :: processes.count]
     num_workers = num_workers if isinstance(images, EncodedImages) else 0
-    for part, pixels in zip(parts, load_in_workers(_Decoded(images), parts, num_workers), strict=True):
+    decode = _Mapped(partial(_decode_batch, images))
+    for part, pixels in zip(parts, load_in_workers(decode, parts, num_workers), strict=True):
         if isinstance(pixels, UserError):
             raise pixels
         yield part, torch.from_numpy(pixels)
 
 
-class _Decoded(Dataset):
-    def __init__(self, images: ImageSet) -> None:
-        self.images = images
-
-    def __getitem__(self, part: torch.Tensor) -> np.ndarray | UserError:
-        try:
-            return np.stack([self.images.pixels(index) for index in part.tolist()])
-        except UserError as error:
-            return error  # raised in a worker, it would arrive wrapped in a traceback
-
-
-class _Decodable(Dataset):
-    def __init__(self, images: EncodedImages) -> None:
-        self.images = images
-
-    def __getitem__(self, rows: torch.Tensor) -> list[bool]:
-        return [self._is_decodable(row) for row in rows.tolist()]
-
-    def _is_decodable(self, row: int) -> bool:
-        try:
-            self.images.decode(row)
-        except UndecodableImage:
-            return False
-        return True
-
-
-def _is_grey(files: ImageFiles, index: int) -> bool:
+def _decode_batch(images: ImageSet, part: torch.Tensor) -> np.ndarray | UserError:
     try:
-        return is_grey(files.read(index))
-    except UndecodableImage:
-        return True  # whether that is an error is decided when it is decoded
+        return np.stack([images.pixels(index) for index in part.tolist()])
+    except UserError as error:
+        return error  # raised in a worker, it would arrive wrapped in a traceback
+
+
+class _Mapped:
+    """A function for `load_in_workers` to call on each item."""
+
+    def __init__(self, function: Callable[[torch.Tensor], Any]):
+        self.function = function
+
+    def __getitem__(self, item: torch.Tensor) -> Any:
+        return self.function(item)

@@ -1,4 +1,4 @@
-"""The Inception network of FID: where its weights are found, and what it makes of an image.
+"""The Inception network of FID, and where its weights are found.
 
 It is the network that TensorFlow published in 2015 and that every FID in the literature rests on; torchvision's is
 another one. Its weights are read once from one of the files below and kept as safetensors in the cache.
@@ -11,35 +11,22 @@ import hashlib
 import importlib.util
 import logging
 import os
-import platform
 import shutil
-import urllib.error
 import urllib.request
 import warnings
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
-from torch_fidelity.feature_extractor_inceptionv3 import (
-    BasicConv2d,
-    InceptionA,
-    InceptionB,
-    InceptionC,
-    InceptionD,
-    InceptionE_1,
-    InceptionE_2,
-)
+from torch_fidelity import feature_extractor_inceptionv3 as blocks
 
-from common.errors import UserError
-from common.files import sha256
+from common.errors import UserError, user_errors
+from common.files import load_safetensors, save_safetensors, sha256, written_aside
 
 logger = logging.getLogger(__name__)
 
 SIZE = 299
-CLASSES = 1008
 SPATIAL_CHANNELS = 7
 URL = "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/inception-2015-12-05.pt"
 DOWNLOAD_TIMEOUT = 10  # seconds without an answer
@@ -56,30 +43,30 @@ NAMES = {
 
 
 class InceptionV3(nn.Module):
-    """Images [n, 3, 299, 299] of about -1..1 to the features of FID and sFID and, where there is a last layer, logits.
+    """A network from images [n, 3, 299, 299] of about -1..1 to the features of FID and sFID and, perhaps, logits.
 
     The blocks are torch-fidelity's, the names those of its state.
     """
 
     def __init__(self, with_logits: bool):
         super().__init__()
-        self.Conv2d_1a_3x3 = BasicConv2d(3, 32, kernel_size=3, stride=2)
-        self.Conv2d_2a_3x3 = BasicConv2d(32, 32, kernel_size=3)
-        self.Conv2d_2b_3x3 = BasicConv2d(32, 64, kernel_size=3, padding=1)
-        self.Conv2d_3b_1x1 = BasicConv2d(64, 80, kernel_size=1)
-        self.Conv2d_4a_3x3 = BasicConv2d(80, 192, kernel_size=3)
-        self.Mixed_5b = InceptionA(192, pool_features=32)
-        self.Mixed_5c = InceptionA(256, pool_features=64)
-        self.Mixed_5d = InceptionA(288, pool_features=64)
-        self.Mixed_6a = InceptionB(288)
-        self.Mixed_6b = InceptionC(768, channels_7x7=128)
-        self.Mixed_6c = InceptionC(768, channels_7x7=160)
-        self.Mixed_6d = InceptionC(768, channels_7x7=160)
-        self.Mixed_6e = InceptionC(768, channels_7x7=192)
-        self.Mixed_7a = InceptionD(768)
-        self.Mixed_7b = InceptionE_1(1280)
-        self.Mixed_7c = InceptionE_2(2048)
-        self.fc = nn.Linear(2048, CLASSES) if with_logits else None
+        self.Conv2d_1a_3x3 = blocks.BasicConv2d(3, 32, kernel_size=3, stride=2)
+        self.Conv2d_2a_3x3 = blocks.BasicConv2d(32, 32, kernel_size=3)
+        self.Conv2d_2b_3x3 = blocks.BasicConv2d(32, 64, kernel_size=3, padding=1)
+        self.Conv2d_3b_1x1 = blocks.BasicConv2d(64, 80, kernel_size=1)
+        self.Conv2d_4a_3x3 = blocks.BasicConv2d(80, 192, kernel_size=3)
+        self.Mixed_5b = blocks.InceptionA(192, pool_features=32)
+        self.Mixed_5c = blocks.InceptionA(256, pool_features=64)
+        self.Mixed_5d = blocks.InceptionA(288, pool_features=64)
+        self.Mixed_6a = blocks.InceptionB(288)
+        self.Mixed_6b = blocks.InceptionC(768, channels_7x7=128)
+        self.Mixed_6c = blocks.InceptionC(768, channels_7x7=160)
+        self.Mixed_6d = blocks.InceptionC(768, channels_7x7=160)
+        self.Mixed_6e = blocks.InceptionC(768, channels_7x7=192)
+        self.Mixed_7a = blocks.InceptionD(768)
+        self.Mixed_7b = blocks.InceptionE_1(1280)
+        self.Mixed_7c = blocks.InceptionE_2(2048)
+        self.fc = nn.Linear(2048, 1008) if with_logits else None
 
     def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(images)))
@@ -101,29 +88,26 @@ class InceptionV3(nn.Module):
 
 
 def load_inception(weights: str | None, cache_dir: Path) -> tuple[InceptionV3, str]:
-    """The network, ready to compute, and the hash of the part of it that all files share."""
-    state = find_weights(cache_dir) if weights is None else named_weights(weights, cache_dir)
+    """Return the network, ready to compute, and the hash of the part of it that all files share."""
+    state = find_weights(cache_dir) if weights is None else read_named_weights(weights, cache_dir)
     trunk = {name: tensor for name, tensor in state.items() if not name.startswith("fc.")}
     return build(state), digest_of(trunk)
 
 
 def build(state: dict[str, torch.Tensor]) -> InceptionV3:
-    """The network with these weights, every batch normalisation folded into the convolution before it."""
+    """Build the network with these weights, every batch normalisation folded into the convolution before it."""
     with torch.device("meta"):
         network = InceptionV3(with_logits="fc.weight" in state)
     network.load_state_dict(state, strict=False, assign=True)  # without the counters of batches
     network.eval().requires_grad_(False)
-    for block in blocks_of(network):
-        block.conv, block.bn = fuse_conv_bn_eval(block.conv, block.bn), nn.Identity()
+    for module in list(network.modules()):
+        if isinstance(module, blocks.BasicConv2d):
+            module.conv, module.bn = fuse_conv_bn_eval(module.conv, module.bn), nn.Identity()
     return network
 
 
-def blocks_of(network: InceptionV3) -> list[BasicConv2d]:
-    return [module for module in network.modules() if isinstance(module, BasicConv2d)]
-
-
 def digest_of(state: dict[str, torch.Tensor]) -> str:
-    """A hash of tensors and their names."""
+    """Return a hash of tensors and their names."""
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(f"{name} {tuple(state[name].shape)} {state[name].dtype}".encode())
@@ -131,8 +115,8 @@ def digest_of(state: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def named_weights(weights: str, cache_dir: Path) -> dict[str, torch.Tensor]:
-    """Those of the file that the user names."""
+def read_named_weights(weights: str, cache_dir: Path) -> dict[str, torch.Tensor]:
+    """Read the weights of the file that the user names."""
     source = Path(weights).expanduser()
     if source.is_dir():
         raise UserError(f"--inception_weights {weights}: this is a folder; name the file in it")
@@ -148,9 +132,9 @@ def named_weights(weights: str, cache_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def find_weights(cache_dir: Path) -> dict[str, torch.Tensor]:
-    """Those of a file with the last layer if it was ever read, though it may be gone; else of what is found now."""
+    """Return those of a file with the last layer if it was ever read, though it may be gone; else of what is there."""
     for digest in (CLEAN_FID, TORCH_FIDELITY):
-        state = kept(digest, cache_dir)
+        state = read_cached(digest, cache_dir)
         if state is not None:
             return state
     source = find_source(cache_dir)
@@ -158,12 +142,12 @@ def find_weights(cache_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def find_source(cache_dir: Path) -> Path:
-    """The file to take the weights from: one with logits where there is one or one can be fetched."""
+    """Return the file to take the weights from: one with logits where there is one or one can be fetched."""
     hub = Path(torch.hub.get_dir()) / "checkpoints"
     downloaded = cache_dir / "inception-2015-12-05.pt"
     places = [
         downloaded,
-        Path("." if platform.system() == "Windows" else "/tmp") / "inception-2015-12-05.pt",  # clean-fid's own
+        Path("." if os.name == "nt" else "/tmp") / "inception-2015-12-05.pt",  # clean-fid's own
         hub / "weights-inception-2015-12-05-6726825d.pth",  # torch-fidelity's
         hub / "pt_inception-2015-12-05-6726825d.pth",  # pytorch-fid's
     ]
@@ -184,75 +168,58 @@ def find_source(cache_dir: Path) -> Path:
 
 
 def download(target: Path, url: str = URL) -> bool:
-    """Whether clean-fid's file could be fetched."""
-    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    """Fetch clean-fid's file; return whether it could be fetched."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT) as response, aside.open("wb") as file:
-            shutil.copyfileobj(response, file)
-        if sha256(aside) != CLEAN_FID:
-            logger.warning("%s is not the file it should be and is left", url)
-            return False
-        aside.replace(target)
-    except (urllib.error.URLError, OSError) as error:
+        with written_aside(target) as aside:
+            with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT) as response, aside.open("wb") as file:
+                shutil.copyfileobj(response, file)
+            if sha256(aside) != CLEAN_FID:
+                raise ValueError
+        return True
+    except ValueError:
+        logger.warning("%s is not the file it should be and is left", url)
+    except OSError as error:  # of the network too
         logger.info("No %s: %s", url, error)
-        return False
-    finally:
-        _remove(aside)
-    return True
+    return False
 
 
 def converted(source: Path, source_digest: str, cache_dir: Path) -> dict[str, torch.Tensor]:
-    """The weights as safetensors in the cache, made there on first use and checked at every other."""
-    state = kept(source_digest, cache_dir)
+    """Return the weights of a file from the cache, made there on first use and checked at every other."""
+    state = read_cached(source_digest, cache_dir)
     if state is not None:
         return state
-    path = _place_of(source_digest, cache_dir)
-    state = read_state(source) if source_digest == TORCH_FIDELITY else read_torchscript(source)
-    state = {name: tensor.clone() for name, tensor in state.items()}
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(state, aside, metadata={"sha256": digest_of(state), "source": NAMES[source_digest]})
-        aside.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"--cache_dir {cache_dir}: the network's weights cannot be kept there ({error})") from error
-    finally:
-        _remove(aside)
+    if source_digest == TORCH_FIDELITY:
+        stored = torch.load(source, map_location="cpu", weights_only=True)
+        state = {name: stored[name].clone() for name in names_of_weights(with_logits=True)}
+    else:
+        state = {name: tensor.clone() for name, tensor in read_torchscript(source).items()}
+    path = _path_in_cache(source_digest, cache_dir)
+    with user_errors(f"--cache_dir {cache_dir}: the network's weights cannot be kept there", OSError):
+        save_safetensors(state, path, {"sha256": digest_of(state), "source": NAMES[source_digest]})
     logger.info("Inception's weights from %s are kept in %s", source, path)
     return state
 
 
-def kept(source_digest: str, cache_dir: Path) -> dict[str, torch.Tensor] | None:
-    """The weights that were read from this file before, if they are in the cache and whole."""
-    path = _place_of(source_digest, cache_dir)
-    with contextlib.suppress(OSError, SafetensorError, KeyError, TypeError), safe_open(path, "pt") as file:
-        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
-        if file.metadata()["sha256"] == digest_of(state):
+def read_cached(source_digest: str, cache_dir: Path) -> dict[str, torch.Tensor] | None:
+    """Return the weights that were read from this file before, if they are in the cache and whole."""
+    path = _path_in_cache(source_digest, cache_dir)
+    with contextlib.suppress(OSError):
+        state, metadata = load_safetensors(path)
+        if metadata.get("sha256") == digest_of(state):
             return state
         logger.warning("%s is damaged and is not used", path)
     return None
 
 
-def _place_of(source_digest: str, cache_dir: Path) -> Path:
+def _path_in_cache(source_digest: str, cache_dir: Path) -> Path:
     return cache_dir / f"inception-{source_digest[:16]}.safetensors"
 
 
-def _remove(aside: Path) -> None:
-    """What is left of a file that could not be written, if its folder is one."""
-    with contextlib.suppress(OSError):
-        aside.unlink()
-
-
-def read_state(source: Path) -> dict[str, torch.Tensor]:
-    stored = torch.load(source, map_location="cpu", weights_only=True)
-    return {name: stored[name] for name in names_of_weights(with_logits=True)}
-
-
 def read_torchscript(source: Path) -> dict[str, torch.Tensor]:
-    """The weights out of a TorchScript file, of which nothing is run.
+    """Read the weights out of a TorchScript file, of which nothing is run.
 
-    It lists the convolutions in the same order as the class above; were it another, the shapes would not fit.
+    It lists the convolutions in the same order as the class above; in another order the shapes would not fit.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -269,7 +236,7 @@ def read_torchscript(source: Path) -> dict[str, torch.Tensor]:
 
 
 def names_of_weights(with_logits: bool) -> list[str]:
-    """The names of a state, in the order of the network, without the counters of batches."""
+    """Return the names of a state, in the order of the network, without the counters of batches."""
     with torch.device("meta"):
         state = InceptionV3(with_logits).state_dict()
     return [name for name in state if not name.endswith(".num_batches_tracked")]

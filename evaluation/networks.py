@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from common.errors import UserError
+from common.errors import UserError, user_errors
+from common.files import sha256
 
 if TYPE_CHECKING:
     import numpy as np
 
     from evaluation.evaluate_options import EvaluationOptions
 
-HEADLINE = "legacy_tensorflow"  # the mode of published numbers
 PUBLISHED = {"dinov2": "facebook/dinov2-large", "clip": "openai/clip-vit-base-patch32"}
 VGG16_SIZE = 224
-# Their authors measured them on VGG16, so that with Inception they carry its name.
-NEIGHBOUR_METRICS = ("precision", "recall", "density", "coverage")
 IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 Outputs = dict[str, torch.Tensor]  # "features" always; "spatial" and "logits" where the network has them
@@ -30,7 +28,7 @@ Outputs = dict[str, torch.Tensor]  # "features" always; "spatial" and "logits" w
 
 @dataclass
 class FeatureNetwork:
-    """Images to features. `resize` is done for each image on the CPU, `compute` for a batch on the device."""
+    """A network from images to features. `resize` is for each image on the CPU, `compute` for a batch on the device."""
 
     name: str  # inception, dinov2, ...
     mode: str  # how images are resized
@@ -42,29 +40,30 @@ class FeatureNetwork:
 
     @property
     def has_logits(self) -> bool:
+        """Return whether there is a last layer, which the Inception Score needs."""
         return getattr(self.network, "fc", None) is not None
 
+    @property
+    def precision_name(self) -> str:
+        """Return the precision as it is filed with statistics."""
+        return str(self.precision).removeprefix("torch.")
+
+    def resized(self, image: np.ndarray) -> torch.Tensor:
+        """Return an image, uint8 [height, width, 3], as `compute` takes it: [3, height, width]."""
+        return torch.from_numpy(image if self.resize is None else self.resize(image)).permute(2, 0, 1)
+
     def compute(self, images: torch.Tensor, precision: torch.dtype | None = None) -> Outputs:
-        """Features of images [n, 3, height, width] with values of 0..255, in float32."""
+        """Return features of images [n, 3, height, width] with values of 0..255, in float32."""
         precision = precision or self.precision
         inputs = self.scale(images.float()).contiguous(memory_format=torch.channels_last)
         with torch.autocast(images.device.type, precision, enabled=precision != torch.float32):
             outputs = self.network(inputs)
+        outputs = outputs if isinstance(outputs, dict) else {"features": outputs}
         return {name: output.float() for name, output in outputs.items()}
-
-    def column(self, metric: str, count: int) -> str:
-        """The name of a metric, which says all that makes numbers comparable: `fid@10000`, `kid_clean_std@10000`."""
-        metric, spread, _ = metric.partition("_std")
-        if self.name != "inception":
-            # Without the I of FID and KID, which is Inception's.
-            return f"{metric.replace('id', 'd')}_{self.name}{spread}@{count}"
-        named = f"{metric}_inception" if metric in NEIGHBOUR_METRICS else metric
-        mode = "" if self.mode == HEADLINE else f"_{self.mode}"
-        return f"{named}{mode}{spread}@{count}"
 
 
 def load_networks(options: EvaluationOptions, cache_dir: Path, device: torch.device) -> list[FeatureNetwork]:
-    """What `--features` names, once for each mode in which it is to see the images."""
+    """Load what `--features` names, once for each mode in which it is to see the images."""
     path = Path(options.features).expanduser()
     if options.features == "inception":
         networks = inception_networks(options.modes, options.inception_weights, cache_dir, device)
@@ -85,7 +84,7 @@ def load_networks(options: EvaluationOptions, cache_dir: Path, device: torch.dev
 def inception_networks(
     modes: list[str], weights: str | None, cache_dir: Path, device: torch.device
 ) -> list[FeatureNetwork]:
-    """clean-fid's three modes: one network, which sees other pixels in each."""
+    """Return Inception in some of clean-fid's three modes: one network, which sees other pixels in each."""
     from evaluation.inception import load_inception
 
     network, digest = load_inception(weights, cache_dir)
@@ -102,7 +101,7 @@ def inception_networks(
 
 
 def resize_like_tensorflow(images: torch.Tensor) -> torch.Tensor:
-    """TensorFlow 1's bilinear resizing, whose pixels have no width, and the graph's normalisation."""
+    """Resize as TensorFlow 1 does, bilinear with pixels that have no width, and normalise as its graph does."""
     return (bilinear_like_tensorflow(images, 299) - 128) / 128
 
 
@@ -113,28 +112,22 @@ def bilinear_like_tensorflow(images: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def resize_like_pytorch(images: torch.Tensor) -> torch.Tensor:
-    """What pytorch-fid does: bilinear without antialiasing, and 2 x / 255 - 1."""
+    """Do what pytorch-fid does: bilinear without antialiasing, and 2 x / 255 - 1."""
     resized = nn.functional.interpolate(images, size=(299, 299), mode="bilinear", align_corners=False)
     return resized.clamp(0, 255) / 255 * 2 - 1
 
 
 def bicubic_resizer(size: int) -> Callable[[np.ndarray], np.ndarray]:
-    """clean-fid's: each channel as float through Pillow's antialiased bicubic filter, never rounded."""
+    """Return clean-fid's resizer: each channel as float through Pillow's antialiased bicubic filter, never rounded."""
     from cleanfid.resize import make_resizer
 
     return make_resizer("PIL", quantize_after=False, filter="bicubic", output_size=(size, size))
 
 
-class Normalise(nn.Module):
-    """Values of 0..255 to those that a network was trained on."""
-
-    def __init__(self, mean: Sequence[float], deviation: Sequence[float]):
-        super().__init__()
-        self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1))
-        self.register_buffer("deviation", torch.tensor(deviation).view(1, 3, 1, 1))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return (images / 255 - self.mean) / self.deviation
+def normaliser(mean: Sequence[float], deviation: Sequence[float], device: torch.device) -> Callable:
+    """Return a function from values of 0..255 to those that a network was trained on."""
+    mean, deviation = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (mean, deviation))
+    return lambda images: (images / 255 - mean) / deviation
 
 
 class VisionModel(nn.Module):
@@ -144,32 +137,30 @@ class VisionModel(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, images: torch.Tensor) -> Outputs:
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
         outputs = self.model(pixel_values=images)
         if "image_embeds" in outputs:
-            return {"features": outputs.image_embeds}
+            return outputs.image_embeds
         pooled = outputs.get("pooler_output")
-        return {"features": (outputs.last_hidden_state[:, 0] if pooled is None else pooled).flatten(1)}
+        return (outputs.last_hidden_state[:, 0] if pooled is None else pooled).flatten(1)
 
 
 def transformers_network(features: str, device: torch.device) -> FeatureNetwork:
-    """DINOv2, CLIP or another vision model. Whole images are resized: to crop them would hide their borders."""
+    """Load DINOv2, CLIP or another vision model. Images are resized whole: to crop them would hide their borders."""
     from transformers import AutoConfig, AutoImageProcessor, AutoModel, CLIPVisionModelWithProjection
 
     from evaluation.inception import digest_of
 
     source = PUBLISHED.get(features, features)
-    try:
+    failure = (
+        f"--features {features}: {source} could not be loaded; without a connection to the Hub name a folder that "
+        f"holds config.json, model.safetensors and preprocessor_config.json"
+    )
+    with user_errors(failure, OSError, ValueError, KeyError):
         kind = AutoConfig.from_pretrained(source).model_type
         model_class = CLIPVisionModelWithProjection if kind.startswith("clip") else AutoModel
         model = model_class.from_pretrained(source).eval().requires_grad_(False)
         processor = AutoImageProcessor.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"--features {features}: {source} could not be loaded ({reason}); without a connection to the Hub name a "
-            f"folder that holds config.json, model.safetensors and preprocessor_config.json"
-        ) from error
     size = next(iter(dict(getattr(processor, "crop_size", None) or processor.size).values()))
     return FeatureNetwork(
         name=features if features in PUBLISHED else re.sub(r"\W+", "_", Path(features).resolve().name),
@@ -177,35 +168,23 @@ def transformers_network(features: str, device: torch.device) -> FeatureNetwork:
         digest=digest_of(model.state_dict()),
         network=VisionModel(model).to(device),
         resize=bicubic_resizer(size),
-        scale=Normalise(processor.image_mean, processor.image_std).to(device),
+        scale=normaliser(processor.image_mean, processor.image_std, device),
     )
 
 
-class VGG16(nn.Module):
-    """The second fully connected layer after its ReLU, where precision and recall were first measured."""
-
-    def __init__(self):
-        from torchvision.models import vgg16
-
-        super().__init__()
-        self.model = vgg16()
-
-    def forward(self, images: torch.Tensor) -> Outputs:
-        pooled = self.model.avgpool(self.model.features(images)).flatten(1)
-        return {"features": self.model.classifier[:5](pooled)}
-
-
 def vgg16_network(path: Path, device: torch.device) -> FeatureNetwork:
-    """torchvision's VGG16 with the weights of a file, fed as torch-fidelity feeds it."""
-    from common.files import sha256
+    """Load torchvision's VGG16 with the weights of a file, to be fed as torch-fidelity feeds it."""
+    from torchvision.models import vgg16
 
     with torch.device("meta"):
-        network = VGG16()
+        model = vgg16()
     try:
-        network.model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True), assign=True)
+        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True), assign=True)
     except Exception as error:  # of whatever kind a file that is no state causes
         raise UserError(f"--features {path}: not the state of torchvision's VGG16") from error
-    normalise = Normalise(IMAGENET_MEAN, IMAGENET_DEVIATION).to(device)
+    # To the second fully connected layer and its ReLU, where precision and recall were first measured.
+    network = nn.Sequential(model.features, model.avgpool, nn.Flatten(), model.classifier[:5])
+    normalise = normaliser(IMAGENET_MEAN, IMAGENET_DEVIATION, device)
     return FeatureNetwork(
         name="vgg16",
         mode=f"tensorflow-{VGG16_SIZE}",

@@ -1,9 +1,8 @@
-"""What one call of evaluate.py does: find the images and the reference, measure, write down."""
+"""The course of an evaluation: find the images and the reference, measure, write the results."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,12 +12,12 @@ from common import interruption
 from common.errors import UserError
 from common.machine import default_num_workers
 from conditions.guidance import ALL, GenerationCondition, conditions_at
-from evaluation.asked import Asked, add_classes, check_unconditional, describe_classes
+from evaluation.condition_accuracy import ConditionAccuracy, add_classes, describe_classes, request_conditions
 from evaluation.curves import draw_guidance, draw_run
 from evaluation.evaluate_options import FEWEST_IMAGES
-from evaluation.features import announce_speed, compile_networks, extract
-from evaluation.image_sets import EncodedImages, ImageSet, batches_of, open_images
-from evaluation.measure import columns_of, measure
+from evaluation.features import FeatureExtractor, Features
+from evaluation.image_sets import EncodedImages, ImageSet, open_images
+from evaluation.metrics import measure, metrics_of
 from evaluation.results import (
     RESULTS,
     Measured,
@@ -26,34 +25,25 @@ from evaluation.results import (
     describe_result,
     describe_rows,
     find_row,
-    forget_replaced,
     log_to_tensorboard,
     read_results,
+    remove_replaced,
 )
-from evaluation.samples import (
-    generated_batches,
-    keep_images,
-    kept_images,
-    measured_images,
-    measured_of,
-    models_of,
-    training_images,
-)
+from evaluation.samples import Samples, describe_measured, models_of, training_images
 from evaluation.statistics import Statistics, named_statistics, reference_statistics, save_statistics
 from generation.engine import Job
 from generation.generate_options import ConditionOptions
 from generation.methods import build_method
-from generation.sample_folder import RECORD
+from generation.sample_folder import read_record
 from image_data.sources import load_images, spread
 from run_folder.folder import RunFolder
 from run_folder.publish import update_evaluation
+from run_folder.saved_model import SavedModel
 
 if TYPE_CHECKING:
     from common.processes import Processes
     from evaluation.evaluate_options import EvaluationOptions
-    from evaluation.image_sets import Batch
     from evaluation.networks import FeatureNetwork
-    from run_folder.saved_model import SavedModel
 
 logger = logging.getLogger(__name__)
 
@@ -61,29 +51,36 @@ DEFAULT_IMAGES = 10_000
 
 
 class Session:
-    """The networks and the processes that share the work; the main one computes the metrics and writes."""
+    """One call of evaluate.py. All processes share the work; the main one computes the metrics and writes."""
 
     def __init__(
         self, options: EvaluationOptions, networks: list[FeatureNetwork], cache_dir: Path, processes: Processes
     ):
-        self.options, self.networks, self.processes, self.cache_dir = options, networks, processes, cache_dir
-        self.num_workers = options.dataloader_num_workers
-        if self.num_workers is None:
-            self.num_workers = default_num_workers(processes.local_count)
-        self.prepared, self.announced = False, None
-        if not self._has_score:
+        self.options, self.processes, self.cache_dir = options, processes, cache_dir
+        workers = options.dataloader_num_workers
+        workers = default_num_workers(processes.local_count) if workers is None else workers
+        self.extractor = FeatureExtractor(networks, options.feature_batch_size, workers, processes, options.compile)
+        self.run = RunFolder(Path(options.run_dir).expanduser()) if options.run_dir else None
+        folder = options.output_dir or options.run_dir
+        self.output_dir = Path(folder).expanduser() if folder else None
+        self.real_images: ImageSet | None = None
+        self.reference: list[Statistics] = []  # for each network, on the main process
+        # The classes or captions of a data set are known; those of a folder or of statistics are not.
+        self.is_reference_labelled = not (options.real or options.statistics)
+        self.accuracy: ConditionAccuracy | None = None  # of a conditional run
+        self.has_score = networks[0].name != "inception" or networks[0].has_logits
+        if not self.has_score:
             logger.info(
-                "No Inception Score: the Inception network found here has no last layer. inception-2015-12-05.pt has "
+                "No Inception Score: the network found here has no last layer; inception-2015-12-05.pt has one "
                 "(--inception_weights)"
             )
 
-    @property
-    def _has_score(self) -> bool:
-        """Not of an Inception network without its last layer, and that is to be said."""
-        return self.networks[0].name != "inception" or self.networks[0].has_logits
+    def save_statistics(self) -> None:
+        """Compute only the real images' statistics."""
+        self._load_reference((self.options.resolution, self.options.resolution), is_grey=None, later=0)
 
     def measure_images(self) -> None:
-        """A folder or file of generated images."""
+        """Measure a folder or file of generated images."""
         options = self.options
         images = open_images(options.generated, "--generated")
         count = len(images) if options.num_images is None else options.num_images
@@ -91,153 +88,91 @@ class Session:
             raise UserError(f"--num_images {count}: there are only {len(images)} images in {options.generated}")
         if count < FEWEST_IMAGES:
             raise UserError(f"--generated {options.generated}: {count} images, at least {FEWEST_IMAGES} are needed")
-        output_dir = Path(options.output_dir).expanduser() if options.output_dir else None
-        _, reference = self._reference(images.size, images.is_grey(), count)
-        measured = None
-        if self.processes.is_main:
-            identity = reference[0].identity
-            measured = measured_images(options.generated, images, count, identity, options.mixed_precision)
-        self._prepare(count, images.size)
+        path = Path(options.generated).expanduser()
+        record = read_record(path)  # of a folder of generate.py's
+        self._load_reference(images.size, images.is_grey(), later=count)
+        self.extractor.prepare(count, images.size)
         # generate.py's are in the order of their seeds; of others the first by name may all be of one kind.
-        is_ours = (Path(options.generated).expanduser() / RECORD).is_file()
-        chosen = torch.arange(count) if is_ours else torch.as_tensor(spread(len(images), count))
-        self._measure(measured, count, self._batches_of(images, chosen), images.name, reference, output_dir)
+        chosen = torch.as_tensor(range(count) if record else spread(len(images), count))
+        features = self.extractor.extract(self.extractor.batches(images, chosen), count, images.name)
+        if self.processes.is_main:
+            known = {**(record or {}), "name": path.name if record else images.name, "sha256": images.fingerprint}
+            identity = self.reference[0].identity
+            self._report(describe_measured(known, count, identity, options.mixed_precision), features, {})
+        self.processes.barrier()
 
     def measure_run(self) -> None:
-        """Every checkpoint of a run that has not been measured in this way."""
+        """Measure every checkpoint of a run that has not been measured in this way."""
         options, processes = self.options, self.processes
-        run_dir = Path(options.run_dir).expanduser()
-        output_dir = Path(options.output_dir).expanduser() if options.output_dir else run_dir
-        models = models_of(options.run_dir, options.checkpoints, options.weights) if processes.is_main else None
+        models = models_of(self.run, options.checkpoints, options.weights) if processes.is_main else None
         models = processes.broadcast(models)
-        count = DEFAULT_IMAGES if options.num_images is None else options.num_images
         methods = [build_method(options, model) for model in models]
         for model in models:
-            check_unconditional(model, options.guidance_scales)
+            if model.condition is None and options.guidance_scales != [1.0]:
+                scales = " ".join(f"{scale:g}" for scale in options.guidance_scales)
+                raise UserError(f"--guidance_scales {scales}: {model.name} was trained without a condition")
+        count = DEFAULT_IMAGES if options.num_images is None else options.num_images
         channels, *size = models[0].shape
-        images, reference = self._reference(
-            tuple(size), channels == 1, count * len(models) * len(options.guidance_scales)
-        )
-        asked, conditions = self._asked(models[0], images, count)
-        if processes.is_main and output_dir == run_dir:
-            forget_replaced(output_dir, {(model.step, model.weights): model.sha256 for model in models})
+        self._load_reference(tuple(size), channels == 1, later=count * len(models) * len(options.guidance_scales))
+        conditions = self._choose_conditions(models[0], count)
+        if processes.is_main and self.output_dir == self.run.path:
+            remove_replaced(self.output_dir, {(model.step, model.weights): model.sha256 for model in models})
+
         jobs = [
             Job(model, method, condition=condition)
             for model, method in zip(models, methods, strict=True)
             for condition in conditions
         ]
         for number, job in enumerate(jobs, start=1):
-            measured, done = None, False
-            if processes.is_main:
-                measured = measured_of(job, count, reference[0].identity, options.mixed_precision)
-                row = find_row(read_results(output_dir), measured)
-                wanted = [
-                    column
-                    for network, statistics in zip(self.networks, reference, strict=True)
-                    for column in columns_of(network, count, statistics)
-                ] + (asked.columns() if asked else [])
-                done = row is not None and all(row.get(column) is not None for column in wanted)
-            named = " ".join(filter(None, [job.model.name, job.condition.guidance.name]))
-            if processes.broadcast(done):
-                logger.info("%s (%d of %d) has been measured already", named, number, len(jobs))
+            samples = Samples(job, count, options.mixed_precision, options.batch_size, processes)
+            measured = samples.describe(self.reference[0].identity) if processes.is_main else None
+            if processes.broadcast(processes.is_main and self._is_measured(measured)):
+                logger.info("%s (%d of %d) has been measured already", samples.name, number, len(jobs))
                 continue
-            logger.info("%s (%d of %d), weights=%s", named, number, len(jobs), job.model.weights)
-            self._prepare(count, tuple(size), others=count * (len(jobs) - number))
+            logger.info("%s (%d of %d), weights=%s", samples.name, number, len(jobs), job.model.weights)
+            self.extractor.prepare(count, tuple(size), later=count * (len(jobs) - number))
             try:
-                metrics = self._measure(measured, count, *self._images_of(job, count), reference, output_dir, asked)
+                self._measure_samples(samples, measured)
             except interruption.Interrupted as stop:
                 raise interruption.Interrupted(
-                    f"{str(stop).partition(':')[0]}: stopped at {named}; the ones before it are in "
-                    f"{output_dir / RESULTS}; start the same command again to continue"
+                    f"{str(stop).partition(':')[0]}: stopped at {samples.name}; the ones before it are in "
+                    f"{self.output_dir / RESULTS}; start the same command again to continue"
                 ) from stop
-            if processes.is_main and job.model.step is not None:
-                logging_dir = RunFolder(run_dir).read_config().logging_dir
-                log_to_tensorboard(output_dir / logging_dir, measured, metrics)
+
         if processes.is_main:
-            rows = read_results(output_dir)
+            rows = read_results(self.output_dir)
             print(f"\n{describe_rows(rows, count)}\n")
-            for picture in [*draw_run(output_dir, rows, self._has_score), *draw_guidance(output_dir, rows)]:
-                logger.info("Drew %s", picture)
-            update_evaluation(output_dir)
+            for plot in [*draw_run(self.output_dir, rows, self.has_score), *draw_guidance(self.output_dir, rows)]:
+                logger.info("Drew %s", plot)
+            update_evaluation(self.output_dir)
 
-    def _asked(
-        self, model: SavedModel, images: ImageSet | None, count: int
-    ) -> tuple[Asked | None, list[GenerationCondition]]:
-        """For a conditional run what its samples are to show, and what they are told at every guidance scale."""
-        options, told = self.options, model.condition
-        if told is None:
-            return None, [GenerationCondition()]
-        try:
-            real = images
-            if not self._reference_is_labelled:
-                real = training_images(options.run_dir, "train", options.cache_dir, self.num_workers)
-            run_dir = Path(options.run_dir).expanduser()
-            asked = Asked(run_dir, told, real, count, self.num_workers, self.cache_dir, self.processes)
-        except UserError as error:
-            if told["condition"] != "class":
-                raise  # without captions there is nothing to draw
-            logger.warning("What the samples show is not looked at: %s", error)
-            every_class = ConditionOptions(class_labels=[ALL])
-            return None, conditions_at(options.guidance_scales, every_class, model, self.processes.device)
-        return asked, asked.conditions(model, options.guidance_scales)
-
-    def save_statistics(self) -> None:
-        """Only the real images' statistics."""
-        self._reference((self.options.resolution, self.options.resolution), is_grey=None, others=0)
-
-    def _reference(
-        self, size: tuple[int, int], is_grey: bool | None, others: int
-    ) -> tuple[ImageSet | None, list[Statistics]]:
-        """The real images, if there are any; and on the main process their statistics, one for each network.
-
-        `others` is how many images are to be measured besides.
-        """
+    def _load_reference(self, size: tuple[int, int], is_grey: bool | None, later: int) -> None:
+        """Load the real images' statistics, for generated images of this size, of which so many are measured later."""
         options, processes = self.options, self.processes
         if options.statistics:
-            if not processes.is_main:
-                return None, []
-            return None, [
-                named_statistics(options.statistics, options.statistics_mode, network, size)
-                for network in self.networks
-            ]
+            named = options.statistics, options.statistics_mode
+            if processes.is_main:
+                self.reference = [named_statistics(*named, network, size) for network in self.extractor.networks]
+            return
         with processes.main_first():
-            images = self._real_images(size)
+            images = self.real_images = self._open_real_images(size)
         if len(images) < FEWEST_IMAGES:
             raise UserError(f"{images.name}: {len(images)} real images, at least {FEWEST_IMAGES} are needed")
         if tuple(images.size) != tuple(size):
-            logger.warning(
-                "The real images are %dx%d, the generated ones %dx%d", *reversed(images.size), *reversed(size)
-            )
+            sizes = *reversed(images.size), *reversed(size)
+            logger.warning("The real images are %dx%d, the generated ones %dx%d", *sizes)
         if is_grey is not None and images.is_grey() != is_grey:
-            kinds = ("in colour", "grey")
-            logger.warning(
-                "The generated images are %s, the real ones %s: both are measured as RGB",
-                kinds[is_grey],
-                kinds[not is_grey],
-            )
-        reference = reference_statistics(
-            images,
-            self.networks,
-            options.feature_batch_size,
-            self.num_workers,
-            processes,
-            self.cache_dir,
-            before=lambda: self._prepare(len(images), images.size, others),
-        )
+            kinds = ("grey", "in colour") if is_grey else ("in colour", "grey")
+            logger.warning("The generated images are %s, the real ones %s: both are measured as RGB", *kinds)
+        self.reference = reference_statistics(images, self.extractor, self.cache_dir, later)
         if processes.is_main:
-            logger.info("Reference: %s", reference[0].identity.describe())
+            logger.info("Reference: %s", self.reference[0].identity.describe())
             if options.save_statistics:
-                save_statistics(reference[0], Path(options.save_statistics))
+                save_statistics(self.reference[0], Path(options.save_statistics))
                 logger.info("Its statistics are in %s", options.save_statistics)
-        return images, reference
 
-    @property
-    def _reference_is_labelled(self) -> bool:
-        """Whether the real images are a data set, whose classes or captions are known, and not a folder or less."""
-        return not (self.options.real or self.options.statistics)
-
-    def _real_images(self, size: tuple[int, int]) -> ImageSet:
-        options = self.options
+    def _open_real_images(self, size: tuple[int, int]) -> ImageSet:
+        options, num_workers = self.options, self.extractor.num_workers
         # Images that are not square are compared as they are.
         resolution = options.resolution or (size[0] if size[0] == size[1] else None)
         if options.real:
@@ -245,71 +180,85 @@ class Session:
         elif options.dataset_name or options.train_data_dir:
             images = EncodedImages(load_images(options, options.split), resolution)
         else:
-            return training_images(options.run_dir, options.split, options.cache_dir, self.num_workers)
+            return training_images(self.run.read_config(), options.split, options.cache_dir, num_workers)
         skipping = options.on_bad_image == "skip" and isinstance(images, EncodedImages)
-        return images.without_bad(self.num_workers) if skipping else images
+        return images.without_bad(num_workers) if skipping else images
 
-    def _prepare(self, count: int, size: tuple[int, int], others: int = 0) -> None:
-        """Before the first of `count` images, and others later: compile where that pays, and say how long it takes."""
-        batch_size = self.options.feature_batch_size
-        if not self.prepared and self.options.compile:
-            compile_networks(self.networks, size, batch_size, count + others, self.processes)
-        self.prepared = True
-        if self.announced != (count, size):
-            self.announced = count, size
-            announce_speed(self.networks, size, batch_size, count, self.processes)
+    def _choose_conditions(self, model: SavedModel, count: int) -> list[GenerationCondition]:
+        """Choose what the samples of a conditional run are to show, at every guidance scale; prepare to check it."""
+        options, processes, num_workers = self.options, self.processes, self.extractor.num_workers
+        if model.condition is None:
+            return [GenerationCondition()]
+        try:
+            config = self.run.read_config()
+            real = self.real_images
+            if not self.is_reference_labelled:
+                real = training_images(config, "train", options.cache_dir, num_workers)
+            requested = request_conditions(config, model.condition, real, count)
+            if requested.class_names:
+                self.accuracy = ConditionAccuracy(requested, real, num_workers, self.cache_dir, processes)
+            shown = requested.options
+        except UserError as error:
+            if model.condition["condition"] != "class":
+                raise  # without captions there is nothing to draw
+            logger.warning("What the samples show is not checked: %s", error)
+            shown = ConditionOptions(class_labels=[ALL])
+        return conditions_at(options.guidance_scales, shown, model, processes.device)
 
-    def _images_of(self, job: Job, count: int) -> tuple[Iterable[Batch], str | None]:
-        """Images of a checkpoint, kept or made now, and a name for the bar unless they come with their own."""
+    def _is_measured(self, measured: Measured) -> bool:
+        """Return whether the table has all metrics of a measurement."""
+        wanted = [
+            metric.column(network, measured.num_images)
+            for network, statistics in zip(self.extractor.networks, self.reference, strict=True)
+            for metric in metrics_of(network, statistics)
+        ]
+        wanted += self.accuracy.columns() if self.accuracy else []
+        row = find_row(read_results(self.output_dir), measured)
+        return row is not None and all(row.get(column) is not None for column in wanted)
+
+    def _measure_samples(self, samples: Samples, measured: Measured | None) -> None:
+        """Measure the images of a checkpoint, which are kept or generated now."""
         options, processes = self.options, self.processes
-        precision = options.mixed_precision
-        kept = processes.broadcast(kept_images(job, count, precision) if processes.is_main else None)
-        if kept is None and options.keep_images:
-            kept = keep_images(job, count, options.batch_size, precision, processes)
-        if kept is not None:
-            logger.info("Its images are in %s", kept)
-            return self._batches_of(open_images(str(kept), "--run_dir"), torch.arange(count)), job.model.name
-        largest = options.feature_batch_size
-        return generated_batches(job, count, options.batch_size, largest, precision, processes), None
-
-    def _batches_of(self, images: ImageSet, chosen: torch.Tensor) -> Iterable[Batch]:
-        return batches_of(images, chosen, self.options.feature_batch_size, self.num_workers, self.processes)
-
-    def _measure(
-        self,
-        measured: Measured | None,
-        count: int,
-        batches: Iterable[Batch],
-        description: str | None,
-        reference: list[Statistics],
-        output_dir: Path | None,
-        asked: Asked | None = None,
-    ) -> dict[str, float]:
-        """One pass over the images, all metrics from it, and a row of the table; on the main process."""
-        processes, batch_size = self.processes, self.options.feature_batch_size
-        batches = asked.reading(batches) if asked else batches
-        extracted = extract(self.networks, batches, count, batch_size, processes, description)
-        metrics = asked.measure() if asked else {}
+        folder = processes.broadcast(samples.find_kept() if processes.is_main else None)
+        if folder is None and options.keep_images:
+            folder = samples.keep()
+        if folder is None:
+            batches = samples.generate(options.feature_batch_size)
+        else:
+            logger.info("Its images are in %s", folder)
+            batches = self.extractor.batches(open_images(str(folder), "--run_dir"), torch.arange(samples.count))
+        batches = self.accuracy.observe(batches) if self.accuracy else batches
+        # Generation shows its own bar.
+        features = self.extractor.extract(batches, samples.count, samples.job.model.name if folder else None)
+        metrics = self.accuracy.measure() if self.accuracy else {}
         if processes.is_main:
-            for network, features, statistics in zip(self.networks, extracted, reference, strict=True):
-                metrics |= measure(network, features, statistics, processes.device)
-            classes = []
-            if asked and self._reference_is_labelled:
-                classes = asked.measure_classes(self.networks[0], extracted[0], reference[0])
-            print(f"\n{describe_result(measured, metrics)}\n", flush=True)
-            if classes:
-                print(f"{describe_classes(classes)}\n", flush=True)
-                add_classes(output_dir, measured, classes)
-            dimensions = max(features.features.shape[1] for features in extracted)
-            fewest = min([count, *filter(None, [reference[0].identity.count]), *(row["samples"] for row in classes)])
-            if fewest < dimensions:
-                logger.warning(
-                    "FID of %d images is far above that of many: its covariance wants %s at least%s",
-                    fewest,
-                    f"{dimensions:,}",
-                    "" if reference[0].features is None else ". Read kid, which is not biased",
-                )
-            if output_dir is not None:
-                add_result(output_dir, measured, metrics)
+            self._report(measured, features, metrics)
+            if measured.step is not None:
+                log_to_tensorboard(self.output_dir / self.run.read_config().logging_dir, measured, metrics)
         processes.barrier()
-        return metrics
+
+    def _report(self, measured: Measured, extracted: list[Features], metrics: dict[str, float]) -> None:
+        """Add all metrics to those that are known, put them into the tables and print them."""
+        networks, reference = self.extractor.networks, self.reference
+        for network, features, statistics in zip(networks, extracted, reference, strict=True):
+            metrics |= measure(network, features, statistics, self.processes.device)
+        classes = []
+        if self.accuracy and self.is_reference_labelled:
+            classes = self.accuracy.measure_classes(networks[0], extracted[0], reference[0])
+        if classes:
+            add_classes(self.output_dir, measured, classes)
+        if self.output_dir is not None:
+            add_result(self.output_dir, measured, metrics)
+        print(f"\n{describe_result(measured, metrics)}\n", flush=True)
+        if classes:
+            print(f"{describe_classes(classes)}\n", flush=True)
+        dimensions = max(features.features.shape[1] for features in extracted)
+        counts = [measured.num_images, reference[0].identity.count, *(row["samples"] for row in classes)]
+        fewest = min(filter(None, counts))  # how many are behind an .npz is not known
+        if fewest < dimensions:
+            logger.warning(
+                "FID of %d images is far above that of many: its covariance wants %s at least%s",
+                fewest,
+                f"{dimensions:,}",
+                "" if reference[0].features is None else ". Read kid, which is not biased",
+            )

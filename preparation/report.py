@@ -106,21 +106,20 @@ def groups_of_near_duplicates(hashes: np.ndarray, small: np.ndarray) -> list[lis
     share a band are compared, a bounded number of pairs at a time.
     """
     # Those that agree in everything go together at once, be they as many as they like.
-    looks, member_of = np.unique(
-        np.column_stack([hashes.view(np.uint8).reshape(-1, 8), small]), axis=0, return_inverse=True
-    )
-    unique_hashes = np.ascontiguousarray(looks[:, :8]).view(np.uint64).ravel()
-    linked = DisjointSet(range(len(looks)))
+    rows = np.column_stack([hashes.view(np.uint8).reshape(-1, 8), small])
+    distinct, row_of = np.unique(rows, axis=0, return_inverse=True)
+    unique_hashes = np.ascontiguousarray(distinct[:, :8]).view(np.uint64).ravel()
+    linked = DisjointSet(range(len(distinct)))
     bits = 63 // (HASH_DISTANCE + 1)
     for band in range(HASH_DISTANCE + 1):
         bands = (unique_hashes >> np.uint64(band * bits + 1)) & np.uint64(2**bits - 1)
         order = np.argsort(bands, kind="stable")
         for bucket in np.split(order, np.nonzero(np.diff(bands[order]))[0] + 1):
-            for first, second in _close_pairs(bucket, unique_hashes, looks[:, 8:]):
+            for first, second in _close_pairs(bucket, unique_hashes, distinct[:, 8:]):
                 linked.merge(first, second)
     groups = defaultdict(list)
-    for photo, look in enumerate(member_of.ravel().tolist()):
-        groups[linked[look]].append(photo)
+    for photo, row in enumerate(row_of.ravel().tolist()):
+        groups[linked[row]].append(photo)
     return [group for group in groups.values() if len(group) > 1]
 
 

@@ -15,12 +15,13 @@ from test_evaluation import network, read_csv  # noqa: F401 (a fixture)
 
 from common.errors import UserError
 from evaluation import classifier
-from evaluation.asked import Asked, in_proportion
 from evaluation.classifier import Classifier, hold_out, load_classifier
+from evaluation.condition_accuracy import ConditionAccuracy, in_proportion, request_conditions
 from evaluation.evaluate_options import EvaluationOptions
 from evaluation.image_sets import EncodedImages, batches_of, open_images
 from image_data.annotations import find_labels
 from image_data.sources import NamedDataset, load_images
+from run_folder.folder import RunFolder
 
 CPU = torch.device("cpu")
 
@@ -171,7 +172,7 @@ def test_against_a_folder_the_classes_are_those_of_the_training(class_run, evalu
 
     monkeypatch.setattr("evaluation.session.training_images", gone)
     evaluate(f"--run_dir={class_run}", against, f"--output_dir={tmp_path / 'alone'}")
-    assert "What the samples show is not looked at: --train_data_dir photos" in capsys.readouterr().err
+    assert "What the samples show is not checked: --train_data_dir photos" in capsys.readouterr().err
     (alone,) = read_csv(tmp_path / "alone" / "evaluation_results.csv")
     assert (alone["fd_tiny_vision@100"], "as_asked@100" in alone) == (expected["fd_tiny_vision@100"], False)
 
@@ -200,23 +201,24 @@ def test_uneven_classes_are_told_and_read_in_their_proportions(class_run, digits
     uneven = EncodedImages(load_images(NamedDataset("digits")), 8, 1)
     labels = find_labels(uneven.files).of_row
     uneven.rows = torch.nonzero((labels == 3) | (torch.arange(len(labels)) < 900)).flatten().tolist()
-    monkeypatch.setattr("evaluation.asked.load_classifier", lambda *given: reader)
+    monkeypatch.setattr("evaluation.condition_accuracy.load_classifier", lambda *given: reader)
     told = json.loads((class_run / "condition.json").read_text())
     PartialState._reset_state()
     processes = start_processes(EvaluationOptions())
-    asked = Asked(class_run, told, uneven, 60, 0, cache_dir, processes)
+    config = RunFolder(class_run).read_config()
+    requested = request_conditions(config, told, uneven, 60)
+    accuracy = ConditionAccuracy(requested, uneven, 0, cache_dir, processes)
     share = [float((labels[uneven.rows] == digit).float().mean()) for digit in range(10)]
-    assert [abs(asked.told["class_labels"].count(str(digit)) - 60 * share[digit]) < 1 for digit in range(10)] == [
-        True
-    ] * 10
+    labels = requested.options.class_labels
+    assert [abs(labels.count(str(digit)) - 60 * share[digit]) < 1 for digit in range(10)] == [True] * 10
     # Samples that are what was asked for are read as such.
-    images = torch.stack([digits[0][digits[1] == label][0] for label in asked.asked])
-    list(asked.reading([(torch.arange(60), images)]))
-    right = (reader.classes_of(images) == asked.asked).double().mean().item()
-    assert asked.measure()["as_asked@60"] == right > 0.9
+    images = torch.stack([digits[0][digits[1] == label][0] for label in requested.classes])
+    list(accuracy.observe([(torch.arange(60), images)]))
+    right = (reader.classes_of(images) == requested.classes).double().mean().item()
+    assert accuracy.measure()["as_asked@60"] == right > 0.9
     other = {**told, "class_names": ["cat", "dog"]}
     with pytest.raises(UserError, match="the classes of digits are not those that the run knows: 0, 1, 2"):
-        Asked(class_run, other, uneven, 60, 0, cache_dir, processes)
+        request_conditions(config, other, uneven, 60)
 
 
 def test_guidance_of_a_run_without_a_condition(train, evaluate, tmp_path):
@@ -228,7 +230,7 @@ def test_guidance_of_a_run_without_a_condition(train, evaluate, tmp_path):
 def test_a_measurement_replaces_its_own_rows_and_no_others(tmp_path):
     from dataclasses import replace
 
-    from evaluation.asked import add_classes
+    from evaluation.condition_accuracy import add_classes
     from evaluation.results import Measured
 
     one = Measured(1, 2.0, "ema", "ddim", 5, "guidance_scale=1.0", 10, "checkpoint-1", "ab", "digits", "cd", "no")

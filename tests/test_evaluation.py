@@ -306,8 +306,8 @@ class TestStatistics:
         counted = []
         from evaluation import statistics
 
-        original = statistics.extract
-        monkeypatch.setattr(statistics, "extract", lambda *given: counted.append(1) or original(*given))
+        original = statistics.save_statistics
+        monkeypatch.setattr(statistics, "save_statistics", lambda *given: counted.append(1) or original(*given))
         assert metrics_in(measure(evaluate, generated, real, tmp_path / "second")) == first
         assert counted == []
         Image.fromarray(draw_images(1, seed=9)[0]).save(real / "000003.bmp")
@@ -399,32 +399,36 @@ class TestRun:
         assert card.index("## Metrics") < card.index("## Evaluation") < card.index("## Repeat this run")
 
     def test_done_work_is_skipped(self, measured_run, evaluate, monkeypatch, capsys):
-        from evaluation import session
+        from evaluation.samples import Samples
 
         before = (measured_run / "evaluation_results.csv").read_bytes()
-        monkeypatch.setattr(session, "generated_batches", None)
+        monkeypatch.setattr(Samples, "generate", None)
         evaluate(f"--run_dir={measured_run}", *SAMPLED)
         assert capsys.readouterr().err.count("has been measured already") == 2
         assert (measured_run / "evaluation_results.csv").read_bytes() == before
 
     def test_all_images_that_are_left_decide_about_compiling(self, measured_run, evaluate, tmp_path, monkeypatch):
-        counts = []
-        monkeypatch.setattr("evaluation.session.compile_networks", lambda *given: counts.append(given[3]))
-        evaluate(f"--run_dir={measured_run}", *SAMPLED, f"--output_dir={tmp_path}")
-        assert counts == [24]
+        from evaluation.features import FeatureExtractor
+
+        compiled = []
+        monkeypatch.setattr(FeatureExtractor, "_compile", lambda *given: compiled.append(given))
+        for number, times in ((25, 0), (24, 1)):
+            monkeypatch.setattr("evaluation.features.WORTH_COMPILING", number)
+            evaluate(f"--run_dir={measured_run}", *SAMPLED, f"--output_dir={tmp_path / str(number)}")
+            assert len(compiled) == times
 
     def test_to_be_stopped_loses_only_what_was_being_measured(self, measured_run, evaluate, tmp_path, monkeypatch):
         from common.interruption import Interrupted
-        from evaluation import session
+        from evaluation.samples import Samples
 
-        original = session.generated_batches
+        original = Samples.generate
 
-        def stopped_at_step_4(job, *given):
-            if job.model.step == 4:
+        def stopped_at_step_4(samples, *given):
+            if samples.job.model.step == 4:
                 raise Interrupted("SIGTERM: stopped before there was anything to save")
-            return original(job, *given)
+            return original(samples, *given)
 
-        monkeypatch.setattr(session, "generated_batches", stopped_at_step_4)
+        monkeypatch.setattr(Samples, "generate", stopped_at_step_4)
         with pytest.raises(Interrupted, match="SIGTERM: stopped at checkpoint-4; the ones before it are in .* again"):
             evaluate(f"--run_dir={measured_run}", *SAMPLED, f"--output_dir={tmp_path}")
         assert [row["step"] for row in read_csv(tmp_path / "evaluation_results.csv")] == ["2"]
@@ -444,7 +448,7 @@ class TestRun:
     def test_kept_images_are_used_and_give_the_same_numbers(self, measured_run, evaluate, tmp_path, monkeypatch):
         import shutil
 
-        from evaluation import session
+        from evaluation.samples import Samples
 
         copy = tmp_path / "run"
         shutil.copytree(measured_run, copy)
@@ -460,7 +464,7 @@ class TestRun:
         (row,) = read_csv(tmp_path / "images" / "evaluation_results.csv")
         assert (row["step"], row["sampler"], row["steps"]) == ("4", "ddim", "2")
         (copy / "evaluation_results.csv").unlink()
-        monkeypatch.setattr(session, "generated_batches", None)
+        monkeypatch.setattr(Samples, "generate", None)
         evaluate(f"--run_dir={copy}", *SAMPLED, "--checkpoints", "4")
         assert metrics_in(read_csv(copy / "evaluation_results.csv")[0]) == metrics_in(found)
 
@@ -493,10 +497,11 @@ class TestRun:
         import shutil
 
         from evaluation.samples import models_of
+        from run_folder.folder import RunFolder
 
         copy = tmp_path / "run"
         shutil.copytree(measured_run, copy, ignore=shutil.ignore_patterns("checkpoint-*"))
-        (model,) = models_of(str(copy), [], None)
+        (model,) = models_of(RunFolder(copy), [], None)
         rows = read_csv(measured_run / "evaluation_results.csv")
         assert (str(model.step), model.sha256) == (rows[1]["step"], rows[1]["sha256"])
 
@@ -537,6 +542,7 @@ def row_of(step: int, metrics: dict[str, float], **changes: object) -> dict:
 
 def test_a_line_joins_points_of_one_number_of_images_and_one_method():
     from evaluation.curves import lines_of
+    from evaluation.metrics import FID
 
     rows = [
         row_of(1, {"fid@5000": 30.0}),
@@ -544,7 +550,7 @@ def test_a_line_joins_points_of_one_number_of_images_and_one_method():
         row_of(2, {"fid@50000": 15.0}),
         row_of(2, {"fid@5000": 18.0, "fid_clean@5000": 17.0}, sampler="ddim", steps=50),
     ]
-    assert lines_of(rows, "fid", "step") == {
+    assert lines_of(rows, FID, "step") == {
         "fid@5000, ddpm, 1000 steps": [(1, 30.0), (2, 20.0)],
         "fid@50000, ddpm, 1000 steps": [(2, 15.0)],
         "fid@5000, ddim, 50 steps": [(2, 18.0)],
@@ -566,21 +572,22 @@ def test_the_best_is_among_rows_that_were_measured_alike(tmp_path):
 
 
 def test_rows_of_weights_that_were_replaced_are_dropped(tmp_path):
-    from evaluation.results import forget_replaced
+    from evaluation.results import remove_replaced
 
     write_table(tmp_path, [row_of(step, {"fid@5000": 1.0 * step}) for step in (1, 2, 3)])
-    forget_replaced(tmp_path, {(1, "ema"): "1", (2, "ema"): "other weights", (2, "raw"): "2"})
+    remove_replaced(tmp_path, {(1, "ema"): "1", (2, "ema"): "other weights", (2, "raw"): "2"})
     assert [row["step"] for row in read_csv(tmp_path / "evaluation_results.csv")] == ["1", "3"]
     assert [row["best"] for row in read_csv(tmp_path / "best_scores.csv")] == ["1.0"]
 
 
 def test_published_numbers_are_drawn_where_data_and_number_match():
     from evaluation.curves import published_for
+    from evaluation.metrics import FID
 
-    assert published_for([row_of(1, {"fid@50000": 5.0})], "fid")["Ho et al. 2020"] == 3.17
-    assert published_for([row_of(1, {"fid@10000": 5.0})], "fid") == {}
-    assert published_for([row_of(1, {"fid@50000": 5.0}), row_of(2, {"fid@50000": 4.0, "kid@10000": 0.1})], "fid")
-    assert published_for([row_of(1, {"fid@50000": 5.0}), row_of(2, {"fid@10000": 4.0})], "fid") == {}
+    assert published_for([row_of(1, {"fid@50000": 5.0})], FID)["Ho et al. 2020"] == 3.17
+    assert published_for([row_of(1, {"fid@10000": 5.0})], FID) == {}
+    assert published_for([row_of(1, {"fid@50000": 5.0}), row_of(2, {"fid@50000": 4.0, "kid@10000": 0.1})], FID)
+    assert published_for([row_of(1, {"fid@50000": 5.0}), row_of(2, {"fid@10000": 4.0})], FID) == {}
 
 
 @pytest.mark.parametrize(
@@ -596,12 +603,14 @@ def test_published_numbers_are_drawn_where_data_and_number_match():
 )
 def test_published_numbers_are_of_cifar10_and_no_other(reference, same):
     from evaluation.curves import published_for
+    from evaluation.metrics import FID
 
-    assert bool(published_for([row_of(1, {"fid@50000": 5.0}, reference=reference)], "fid")) == same
+    assert bool(published_for([row_of(1, {"fid@50000": 5.0}, reference=reference)], FID)) == same
 
 
 def test_distances_in_other_features_are_drawn_under_their_own_name(tmp_path):
     from evaluation.curves import draw_guidance, draw_run, lines_of
+    from evaluation.metrics import FD
 
     rows = [
         row_of(
@@ -610,7 +619,7 @@ def test_distances_in_other_features_are_drawn_under_their_own_name(tmp_path):
         for step in range(1, 4)
         for scale in (1.0, 3.0)
     ]
-    assert lines_of(rows[::2], "fd", "step") == {"fd_dinov2@1000": [(1, 500), (2, 250), (3, pytest.approx(500 / 3))]}
+    assert lines_of(rows[::2], FD, "step") == {"fd_dinov2@1000": [(1, 500), (2, 250), (3, pytest.approx(500 / 3))]}
     assert {path.name for path in draw_run(tmp_path, rows, has_score=True)} == {
         "FD_vs_TrainingSteps.png",
         "FD_vs_TrainingSteps_First25.png",
@@ -691,24 +700,23 @@ def test_runs_are_compared_in_other_features_too(tmp_path):
 
 
 def test_fid_is_compared_in_the_mode_of_published_numbers_first(tmp_path):
-    from evaluation.comparison import common_key
+    from evaluation.comparison import find_common_rows
 
     metrics = {"fid@100": 9.0, "fid_clean@100": 8.0, "fd_dinov2@100": 300.0}
-    assert common_key({"run": [row_of(1, metrics)]})[0] == "fid@100"
+    assert find_common_rows({"run": [row_of(1, metrics)]})[0][0] == "fid@100"
     del metrics["fid@100"]
-    assert common_key({"run": [row_of(1, metrics)]})[0] == "fid_clean@100"
-    assert common_key({"run": [row_of(1, {**metrics, "fd_dinov2@200": 300.0})]})[0] == "fd_dinov2@200"
+    assert find_common_rows({"run": [row_of(1, metrics)]})[0][0] == "fid_clean@100"
+    assert find_common_rows({"run": [row_of(1, {**metrics, "fd_dinov2@200": 300.0})]})[0][0] == "fd_dinov2@200"
 
 
 def test_checkpoints_of_which_no_time_is_known_are_compared_by_step_alone(tmp_path):
-    from evaluation.comparison import COMPARED, compare_runs, line_of
+    from evaluation.comparison import compare_runs, line_of
 
     rows = [row_of(1, {"fid@100": 80.0}), row_of(2, {"fid@100": 40.0}, train_seconds=None)]
     runs = [str(write_table(tmp_path / name, rows)) for name in ("one", "other")]
     compare_runs(runs, tmp_path / "out")
-    key = ("fid@100", *(rows[0][part] for part in COMPARED))
-    assert line_of(rows, key, "train_seconds") == [(10.0, 80.0)]
-    assert line_of(rows, key, "step") == [(1, 80.0), (2, 40.0)]
+    assert line_of(rows, "fid@100", "train_seconds") == [(10.0, 80.0)]
+    assert line_of(rows, "fid@100", "step") == [(1, 80.0), (2, 40.0)]
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path, monkeypatch):

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
 from evaluation import inception
-from evaluation.features import extract
-from evaluation.image_sets import EncodedImages, FolderFiles, batches_of
+from evaluation.features import FeatureExtractor
+from evaluation.image_sets import EncodedImages, FolderFiles
 from evaluation.inception import InceptionV3, build, digest_of, download, load_inception
 from evaluation.networks import FeatureNetwork, bicubic_resizer, resize_like_pytorch, resize_like_tensorflow
 from image_data.sources import NamedDataset, load_images
@@ -105,8 +105,8 @@ def features_of(folder: Path, network: torch.nn.Module, mode: str):
         scale=scale.get(mode, lambda pixels: (pixels - 128) / 128),
         resize=bicubic_resizer(299) if mode == "clean" else None,
     )
-    batches = batches_of(images, torch.arange(len(images)), 16, num_workers=0)
-    return extract([seen], batches, len(images), 16, Alone(), None)[0]
+    extractor = FeatureExtractor([seen], 16, 0, Alone())
+    return extractor.extract(extractor.batches(images, torch.arange(len(images))), len(images), None)[0]
 
 
 @pytest.fixture(scope="module")
