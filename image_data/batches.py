@@ -85,9 +85,8 @@ class Batch:
 class TrainingBatches:
     """The batches of a training run, from any step on, as one process of any number of processes sees them.
 
-    A global batch is cut into forward passes, and these are dealt to the processes in turn. Order, crops, flips and
-    conditions are drawn for the global batch, so that they do not depend on how many processes share it, on workers, or
-    on whether the run was interrupted.
+    A global batch is cut into forward passes, dealt to the processes in turn. Order, crops, flips and conditions are
+    drawn for the global batch: they depend on neither the number of processes, nor workers, nor interruptions.
     """
 
     def __init__(

@@ -113,9 +113,8 @@ class ExactDDPMScheduler(DDPMScheduler):
     ) -> tuple[torch.Tensor, float]:
         """Compute mean and standard deviation of DDIM's step (Song et al. 2021, eq. 12 and 16) to any earlier timestep.
 
-        sqrt(a_s) x_0 + sqrt(1 - a_s - sigma^2) epsilon, where x_0 is clipped as the configuration says and epsilon is
-        what is left of x_t without that x_0, as in improved-diffusion; with eta = 1 this is the posterior's mean then
-        too. (DDIM's own code does not clip. Without clipping this is its step.)
+        sqrt(a_s) x_0 + sqrt(1 - a_s - sigma^2) epsilon, where x_0 is clipped as the configuration says (DDIM's own code
+        does not) and epsilon is what is left of x_t without that x_0, so that eta = 1 gives the posterior's mean.
         """
         a_t, a_s = self._levels(t, previous)
         variance = eta**2 * (1 - a_s) / (1 - a_t) * (1 - a_t / a_s)

@@ -53,8 +53,7 @@ LOSSES: dict[str, Error] = {
 
 Inputs = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
-# Steps until a sampler hears of its losses. One would have the host wait for the device at every step; by two the
-# device has the next step to work on while the host waits for this one's losses.
+# Steps until a sampler observes its losses: with two the device has the next step to work on while the host waits.
 DELAY = 2
 PENDING = "on_their_way."  # begins the names of losses in a checkpoint that the sampler has not observed yet
 
@@ -133,13 +132,13 @@ class DiffusionLoss:
 
     def at_positions(self, errors: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Put this process's errors at their places in the global batch; nothing if the sampler does not observe."""
-        if not self.sampler.observes:
+        if not self.sampler.overrides("observe"):
             return errors[:0]
         return errors.new_zeros(self.batch_size).index_copy(0, self._here(batch.positions), errors)
 
     def observe(self, step: int, errors: torch.Tensor) -> None:
         """Take the errors of the global batch from the device, if the sampler observes them."""
-        if self.sampler.observes:
+        if self.sampler.overrides("observe"):
             with self._timed():
                 self._pending.append((step, self._drawn, PendingCopy(errors)))
 

@@ -123,10 +123,6 @@ class TimestepSampler:
         return any(getattr(type(self), name) is not getattr(TimestepSampler, name) for name in names)
 
     @property
-    def observes(self) -> bool:
-        return self.overrides("observe")
-
-    @property
     def adapts(self) -> bool:
         return self.overrides("observe", "before_update", "after_update")
 

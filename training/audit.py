@@ -1,7 +1,6 @@
 """The audit: what the paper says, what this run does, and every place where the two differ.
 
-The rows are read off the objects that train (the network's configuration, the scheduler's tables, the optimiser's
-groups), not off the flags, so that a default that slipped in would show.
+The rows are read off the objects that train, not off the flags, so that a default that slipped in would show.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
-from diffusers import UNet2DConditionModel, UNet2DModel
 from ema_pytorch import EMA
 
 from run_folder.config import PAPER_BATCH_SIZE, TimestepOptions, TrainingConfig, as_yaml
 from schedulers.betas import NAMES_OF_DIFFUSERS
 from schedulers.ddpm import ExactDDPMScheduler
 from schedulers.loss import DiffusionLoss
-from training.network import PAPER_ARITHMETIC, PAPER_CIFAR10, PAPER_CIFAR10_PARAMETERS, describe_initialization
+from training.network import PAPER_ARITHMETIC, PAPER_CIFAR10, PAPER_CIFAR10_PARAMETERS, Network, describe_initialization
 
 if TYPE_CHECKING:
     from training.setup import Run
@@ -72,7 +70,7 @@ def audit(run: Run) -> list[Row]:
     ]
 
 
-def describe_network(unet: UNet2DModel) -> str:
+def describe_network(unet: Network) -> str:
     """Give size and count, and the settings that make another network of the same size and count."""
     count, size = unet.num_parameters(), unet.config.sample_size
     text = f"{count:,} parameters, {size}x{size}x{unet.config.in_channels}"
@@ -83,7 +81,7 @@ def describe_network(unet: UNet2DModel) -> str:
     return text + (f", other {', '.join(hidden)}" if hidden else "")
 
 
-def describe_condition(unet: UNet2DModel | UNet2DConditionModel) -> str:
+def describe_condition(unet: Network) -> str:
     """Say what the network is told of an image besides its timestep."""
     if unet.class_embedding is not None:
         return f"{unet.config.num_class_embeds - 1} classes, and none"

@@ -37,13 +37,12 @@ class Milestones:
     """Sample grids, checkpoints and the pipeline, each due at its steps. Time spent here is not training time."""
 
     def __init__(self, run: Run, writer: CheckpointWriter):
-        config, steps_per_epoch = run.config, run.batches.steps_per_epoch
+        config, epoch = run.config, run.batches.steps_per_epoch
         self.run, self.config, self.processes, self.writer = run, config, run.processes, writer
         self.folder = RunFolder(config.output_dir)
-        self.image_steps = config.save_images_steps
-        if config.save_images_epochs:
-            self.image_steps = config.save_images_epochs * steps_per_epoch
-        self.model_steps = config.save_model_epochs and config.save_model_epochs * steps_per_epoch
+        images, models = config.save_images_epochs, config.save_model_epochs
+        self.image_steps = images * epoch if images else config.save_images_steps
+        self.model_steps = models * epoch if models else None
         full_length = config.ddpm_num_inference_steps == config.ddpm_num_steps
         variance_type = config.variance_type if full_length else None
         self.sampling = DDPM(run.state.loss.process, config.ddpm_num_inference_steps, variance_type)
@@ -137,7 +136,7 @@ class Milestones:
                 seconds = time.perf_counter() - start
         estimate = seconds * self.config.ddpm_num_inference_steps * len(state.sampling_weights)
         too_long = self.processes.all_reduce_any(estimate > max(FREE_SAMPLING_SECONDS, state.train_seconds))
-        if too_long and self.processes.is_main:
+        if too_long:
             logger.info(
                 f"No sample grid at the end: drawing it would take about {estimate:.0f} s after "
                 f"{state.train_seconds:.0f} s of training; fewer --ddpm_num_inference_steps or a smaller "

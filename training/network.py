@@ -9,6 +9,10 @@ from torch import nn
 from common.errors import UserError, user_errors
 from run_folder.config import TrainingConfig
 
+Network = UNet2DModel | UNet2DConditionModel
+# {"num_class_embeds": n} for a class, which is added to the timestep's embedding, {"cross_attention_dim": n} for text.
+Conditioning = dict[str, int] | None
+
 # What differs from UNet2DModel's defaults. With the defaults, five of these give another network
 # with the same number of parameters (docs/reproduction.md).
 PAPER_ARITHMETIC = {
@@ -83,13 +87,9 @@ def build_unet(
     channels: int,
     dropout: float = 0.1,
     generator: torch.Generator | None = None,
-    condition: dict[str, int] | None = None,
-) -> UNet2DModel | UNet2DConditionModel:
-    """Build the paper's network for a size of image; at 32 pixels and 3 channels it is that of CIFAR-10.
-
-    `condition` is nothing, or {"num_class_embeds": n} for a class, whose embedding is added to that of the timestep,
-    or {"cross_attention_dim": n} for text.
-    """
+    condition: Conditioning = None,
+) -> Network:
+    """Build the paper's network for a size of image; at 32 pixels and 3 channels it is that of CIFAR-10."""
     block_out_channels, attention = network_shape(resolution)
     levels = range(len(block_out_channels))
     settings = {
@@ -109,7 +109,7 @@ def build_unet(
     return unet
 
 
-def reads_text(condition: dict[str, int] | None) -> bool:
+def reads_text(condition: Conditioning) -> bool:
     return "cross_attention_dim" in (condition or {})
 
 
@@ -125,9 +125,7 @@ def with_cross_attention(settings: dict[str, object]) -> dict[str, object]:
     return {**settings, **types, "attention_head_dim": heads}
 
 
-def load_network(
-    name_or_path: str, resolution: int, condition: dict[str, int] | None = None
-) -> UNet2DModel | UNet2DConditionModel:
+def load_network(name_or_path: str, resolution: int, condition: Conditioning = None) -> Network:
     """Load the network that a config.json describes (a file, a folder or a Hub id), and try it with one image."""
     flag = f"--model_config_name_or_path {name_or_path}"
     kind = UNet2DConditionModel if reads_text(condition) else UNet2DModel
@@ -146,7 +144,7 @@ def load_network(
     return unet.train()
 
 
-def an_input(condition: dict[str, int] | None) -> dict[str, torch.Tensor]:
+def an_input(condition: Conditioning) -> dict[str, torch.Tensor]:
     """Make what a network with this condition takes for one image, besides the image and its timestep."""
     if reads_text(condition):
         return {"encoder_hidden_states": torch.zeros(1, 1, condition["cross_attention_dim"])}
@@ -165,8 +163,8 @@ def check_network(config: TrainingConfig) -> None:
 
 
 def build_training_unet(
-    config: TrainingConfig, channels: int, generator: torch.Generator, condition: dict[str, int] | None = None
-) -> UNet2DModel | UNet2DConditionModel:
+    config: TrainingConfig, channels: int, generator: torch.Generator, condition: Conditioning = None
+) -> Network:
     """Build the network that a run's configuration asks for, initialised as in the paper."""
     described = config.model_config_name_or_path
     if described is None:
