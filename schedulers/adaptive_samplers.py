@@ -96,7 +96,6 @@ class AdaptiveTimestepSampling(TimestepSampler):
         self.changes = torch.zeros(self.queue, grid, dtype=torch.float64)
         self.queued = torch.zeros((), dtype=torch.int64)
         self.shapes = torch.ones(1, 2)  # a and b of every image of the batch that the policy last learned from
-        self.policy: Policy | None = None
 
     def start(self, channels: int, device: torch.device) -> None:
         self.policy = Policy(channels).to(device)
@@ -180,8 +179,6 @@ class AdaptiveTimestepSampling(TimestepSampler):
     # State.
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        if self.policy is None:
-            return {}
         adam = {
             f"adam.{name}.{kind}": tensor
             for name, parameter in self.policy.named_parameters()

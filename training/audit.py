@@ -1,4 +1,4 @@
-"""The audit: what the paper says, what this run does, and every place where the two differ.
+"""The start of the log and its end; the audit: what the paper says, what this run does, and where the two differ.
 
 The rows are read off the objects that train, not off the flags, so that a default that slipped in would show.
 """
@@ -126,9 +126,6 @@ def format_audit(rows: list[Row]) -> str:
     else:
         lines.append("  No deviation from the paper's CIFAR-10 run in what is listed.")
     return "\n".join(lines)
-
-
-# The start of the log and its end.
 
 
 def announce(run: Run) -> None:

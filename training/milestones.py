@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The grid at the end is left out of a run that took less time than drawing it would, beyond this.
-FREE_SAMPLING_SECONDS = 60
-
 
 class StoppedWhileSampling(Exception):
     """Somebody asked for a stop while a grid was being drawn."""
@@ -135,7 +132,7 @@ class Milestones:
                 self.processes.synchronize_device()
                 seconds = time.perf_counter() - start
         estimate = seconds * self.config.ddpm_num_inference_steps * len(state.sampling_weights)
-        too_long = self.processes.all_reduce_any(estimate > max(FREE_SAMPLING_SECONDS, state.train_seconds))
+        too_long = self.processes.all_reduce_any(estimate > max(60, state.train_seconds))
         if too_long:
             logger.info(
                 f"No sample grid at the end: drawing it would take about {estimate:.0f} s after "

@@ -74,10 +74,9 @@ class TrainingState:
     @property
     def sampling_weights(self) -> dict[str, torch.nn.Module]:
         """The networks to look at: the moving average, and the raw weights while that still lags behind."""
-        ema, raw = self.update.ema, {"raw": self.unet}
-        if ema is None:
-            return raw
-        return {"ema": ema.ema_model} | (raw if self.step < 5 / (1 - ema.beta) else {})
+        ema = self.update.ema
+        networks = {} if ema is None else {"ema": ema.ema_model}
+        return networks | ({"raw": self.unet} if ema is None or self.step < 5 / (1 - ema.beta) else {})
 
 
 @dataclass

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SMOOTHING = 0.99  # per step
 DENSITY, DENSITY_BINS = "timestep_density", 100
 
 
@@ -114,7 +113,7 @@ class Tracking:
         now = (state.step, state.train_seconds, self.clock.data_seconds, state.loss.sampler_seconds)
         steps, seconds, data_seconds, sampler_seconds = map(operator.sub, now, self._last)
         self._last = now
-        keep = SMOOTHING**window.steps
+        keep = 0.99**window.steps
         smoothed_loss = loss if state.smoothed_loss is None else keep * state.smoothed_loss + (1 - keep) * loss
         metrics = {
             "loss": loss,

@@ -29,7 +29,6 @@ class Update:
         self.scaler: torch.amp.GradScaler | None = processes.accelerator.scaler
         self.learning_rate = learning_rate_schedule(config, total_steps)
         self.failed_at = torch.full((), HEALTHY, device=processes.device)
-        self.begin()
 
     def begin(self) -> None:
         """Begin to sum the objective of a step."""
