@@ -30,7 +30,7 @@ def epoch_order(num_images: int, seed: int, epoch: int) -> torch.Tensor:
 class BalancedOrder:
     """An endless order in which every class comes equally often, whatever its size.
 
-    Each of its rounds shows one image of every class, the classes shuffled. Those of a class come in epochs of its own.
+    Each of its rounds shows one image of every class, the classes shuffled; every class has epochs of its own.
     """
 
     def __init__(self, labels: torch.Tensor, seed: int) -> None:
@@ -113,7 +113,7 @@ class TrainingBatches:
         self._num_workers = data.num_workers if isinstance(self.images, StreamedImages) else 0
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave the condition at home when workers are sent for images: it may hold a text encoder."""
+        """Leave out the condition, which workers do not need: it may hold a text encoder."""
         return {**self.__dict__, "condition": None}
 
     def indices(self, step: int) -> torch.Tensor:
