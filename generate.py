@@ -34,7 +34,7 @@ def main() -> None:
     folders, seeds = [], seeds_of(options)
     for model in processes.broadcast(models):
         job = Job(model, build_method(options, model), condition_of(options, model, processes.device))
-        logger.info("%s, %s weights: %s", model.source, model.weights, job.method)
+        logger.info("%s, %s weights: %s", model.source, model.weights, job.method.description)
         path = default_folder(job, processes.precision)
         if options.output_dir is not None:
             path = Path(options.output_dir) / (model.name if options.checkpoints else "")

@@ -26,7 +26,7 @@ import common.machine
 from common.errors import UserError
 from common.machine import default_num_workers
 from conditions.condition import NoCondition
-from image_data import batches, store
+from image_data import store
 from image_data.batches import TrainingBatches, epoch_order
 from image_data.sources import NamedDataset, load_images
 from image_data.store import ImageFormat, InMemoryImages, StreamedImages, TrainingImages, load_training_images
@@ -867,8 +867,8 @@ def test_everything_that_workers_need_can_be_pickled(photos, prepare, load):
         assert (copy.read(3), copy.describe(3)) == (source.read(3), source.describe(3))
     decoder = pickle.loads(pickle.dumps(store._Decoder(photos, ImageFormat(8, 3, False), True)))
     assert [decoder(row).shape for row in range(2)] == [(3, 15, 8), (3, 8, 9)]
-    steps = batches._Steps(batches_of(prepare(photos, memory_limit_bytes=0)))
-    for copied, original in zip(pickle.loads(pickle.dumps(steps))[5], steps[5], strict=True):
+    load_step = batches_of(prepare(photos, memory_limit_bytes=0))._load
+    for copied, original in zip(pickle.loads(pickle.dumps(load_step))(5), load_step(5), strict=True):
         np.testing.assert_array_equal(copied, original)
 
 
