@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common import interruption
+from common.interruption import EXIT_INTERRUPTED, Interrupted, catch_signals, release_signals
 
 # Seconds by which a process may meet a mistake before the one that says it; starting up takes long on a busy machine.
 LONGEST_HEAD_START = 10
@@ -38,7 +38,7 @@ def user_errors(message: str, *kinds: type[Exception]) -> Iterator[None]:
 
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's `main`; a `UserError` becomes one line and an exit code."""
-    interruption.listen()
+    catch_signals()
     is_local_main = os.environ.get("LOCAL_RANK", "0") == "0"  # one process of each machine is
     try:
         main()
@@ -46,14 +46,14 @@ def run_script(main: Callable[[], None]) -> None:
         if not is_local_main:
             # Most mistakes are every process's, and the launcher ends the others when the first has said it. One
             # that only this process has met must be said too.
-            interruption.stop_listening()
+            release_signals()
             time.sleep(LONGEST_HEAD_START)
         say(f"error: {error}")
         sys.exit(error.exit_code)
-    except interruption.Interrupted as stop:
+    except Interrupted as stop:
         if is_local_main:
             say(str(stop))
-        sys.exit(interruption.EXIT_INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
 
 
 def say(message: str) -> None:

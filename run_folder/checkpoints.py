@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import interruption
 from common.errors import RunFailed, UserError
 from common.files import replace_folder, sha256, sync, write_atomically
+from common.interruption import fault_point
 from common.options import facts_of
 from run_folder.config import ConditionalConfig, TrainingConfig
 
@@ -120,7 +120,7 @@ class CheckpointWriter:
             write_files(aside, files)
             replace_folder(aside, target)
             sync(target.parent)
-            interruption.fault_point("save-renamed")
+            fault_point("save-renamed")
             self._prune()
             logger.info("Saved %s", target)
         except Exception as error:  # of whatever kind: the training must go on
@@ -141,7 +141,7 @@ class CheckpointWriter:
             if self.resumed_from is None or folder.resolve() != self.resumed_from.resolve():
                 # Renamed first: a folder that is half removed must not look like a checkpoint.
                 doomed = folder.rename(folder.with_name(f".{folder.name}.old"))
-                interruption.fault_point("prune")
+                fault_point("prune")
                 shutil.rmtree(doomed)
 
 
@@ -156,13 +156,13 @@ def write_files(folder: Path, files: dict[str, CheckpointFile]) -> None:
             path.write_text(content, encoding="utf-8")
         else:
             save_file(content, path, metadata={"format": "pt"})
-        interruption.fault_point("save-file")
+        fault_point("save-file")
     for path in folder.rglob("*"):
         sync(path)
     entries = {name: manifest_entry(folder / name) for name in sorted(files)}
     write_atomically(folder / MANIFEST, as_json({"format_version": FORMAT_VERSION, "files": entries}))
     sync(folder)
-    interruption.fault_point("save-manifest")
+    fault_point("save-manifest")
 
 
 def manifest_entry(file: Path) -> dict[str, int | str]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from common import interruption
 from common.errors import UserError, user_errors
 from common.files import LOCK_FILE, first_existing, lock, replace_folder, write_atomically
+from common.interruption import fault_point
 from run_folder.checkpoints import CONDITION_FILE, PREFIX, find_checkpoint
 from run_folder.config import ConditionalConfig, TrainingConfig
 
@@ -115,7 +115,7 @@ class RunFolder:
             index.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
             for part in ("unet", "scheduler"):
                 replace_folder(aside / part, self.path / part)
-                interruption.fault_point("pipeline")
+                fault_point("pipeline")
             index.replace(self.pipeline_file)
         finally:
             shutil.rmtree(aside, ignore_errors=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common import interruption
 from common.errors import RunFailed
+from common.interruption import Interrupted, fault_point, stop_requested
 from common.progress import progress_bar
 from image_data.grid import image_grid, side_by_side
 from run_folder.checkpoints import describe, newest
@@ -88,8 +88,8 @@ class Milestones:
                     self.writer.finish(state)
                 self.processes.barrier()
         if stopped:
-            raise interruption.Interrupted(
-                f"{interruption.requested() or 'a stop of another process'}: saved at step {step} in "
+            raise Interrupted(
+                f"{stop_requested() or 'a stop of another process'}: saved at step {step} in "
                 f"{self.output_dir}; start the same command again to continue"
             )
 
@@ -184,7 +184,7 @@ class Milestones:
 
         def on_step(number: int, samples: torch.Tensor) -> None:
             bar.update()
-            if self.processes.all_reduce_any(interruption.requested() is not None):
+            if self.processes.all_reduce_any(stop_requested() is not None):
                 raise StoppedWhileSampling
 
         try:
@@ -212,7 +212,7 @@ class Milestones:
         try:
             path.parent.mkdir(exist_ok=True)
             picture.save(aside, format="png")
-            interruption.fault_point("grid")
+            fault_point("grid")
             aside.replace(path)
         except OSError as error:
             aside.unlink(missing_ok=True)

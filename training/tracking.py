@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from common import interruption
 from common.files import write_atomically
+from common.interruption import fault_point
 from common.progress import progress_bar
 from run_folder.folder import RunFolder
 from training.metrics import COUNTS, GRADIENT_NORM, LOSSES, OBJECTIVE, WEIGHTS
@@ -142,7 +142,7 @@ class Tracking:
         self._unwritten.append({"step": state.step, "train_seconds": round(state.train_seconds, 3), **metrics})
         try:
             append_lines(self.path, self._unwritten)
-            interruption.fault_point("metrics")
+            fault_point("metrics")
             self._unwritten = []
         except OSError as error:
             if len(self._unwritten) == 1:  # said once: the lines are kept and tried again with the next
