@@ -33,7 +33,7 @@ def user_errors(message: str, *kinds: type[Exception]) -> Iterator[None]:
     except UserError:
         raise
     except kinds as error:
-        raise UserError(f"{message} ({getattr(error, 'strerror', None) or first_line(error)})") from error
+        raise UserError(f"{message} ({reason_of(error)})") from error
 
 
 def run_script(main: Callable[[], None]) -> None:
@@ -64,6 +64,11 @@ def say(message: str) -> None:
 def first_cause(error: BaseException) -> BaseException:
     """Return the error that began it."""
     return error if error.__cause__ is None else first_cause(error.__cause__)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what the system or a library has to say, for the end of a line of our own."""
+    return getattr(error, "strerror", None) or first_line(error)
 
 
 def first_line(error: BaseException) -> str:

@@ -19,15 +19,12 @@ SMALLEST_BATCH, BATCHES_TO_SHARE = 16, 32
 class ModelOptions:
     model: str | None = option(
         None,
-        "A run's folder (its newest checkpoint), a checkpoint's, a DDPMPipeline's, or a Hub id; may be given as the "
-        "first word (default: the run under runs/ that wrote metrics last).",
+        "A run (its newest checkpoint), a checkpoint, a pipeline, or a Hub id (default: the latest run under runs/).",
         positional=True,
         habits="network",
     )
     checkpoints: list[str] = option([], "Steps of checkpoints of the run, or 'all': images of each, in its own folder.")
-    weights: Literal["ema", "raw"] | None = option(
-        None, "Moving average or raw weights (default: the moving average where there is one).", habits="ema"
-    )
+    weights: Literal["ema", "raw"] | None = option(None, "Weights (default: ema where there is one).", habits="ema")
 
 
 @section("sampler")
@@ -52,9 +49,7 @@ class SamplerOptions:
     variance_type: Literal["fixed_large", "fixed_small"] | None = option(
         None, "Variance of --ddpm (default: fixed_large over all timesteps, fixed_small over a sub-sequence)."
     )
-    eta: float | None = option(
-        None, "Noise of --ddim: 0 for none (the default), 1 for as much as DDPM's fixed_small.", UP_TO_ONE
-    )
+    eta: float | None = option(None, "Noise of --ddim: 0 none (the default), 1 as much as fixed_small.", UP_TO_ONE)
 
 
 @section("images")
@@ -70,14 +65,10 @@ class ConditionOptions:
     class_labels: list[str] = option(
         [], "Classes to draw by name or number, or 'all' (the default); seeds take turns.", repeatable=True
     )
-    prompt: list[str] = option(
-        [], "What to draw; seeds take turns with several (default: the prompts of the run's grids).", repeatable=True
-    )
+    prompt: list[str] = option([], "Prompts, for seeds in turn (default: those of the run's grids).", repeatable=True)
     prompts_file: str | None = option(None, "File with a prompt on each line.")
     negative_prompt: str | None = option(None, "What guidance leads away from (default: an empty prompt).")
-    guidance_scale: float = option(
-        1.0, "Guidance u + scale (c - u) from the prediction without condition; 1 is none.", habits="cfg"
-    )
+    guidance_scale: float = option(1.0, "Guidance u + scale (c - u), u without condition; 1: none.", habits="cfg")
     guidance_rescale: float = option(
         0.0, "Share of a guided prediction that gets its deviation from the unguided one, against glare.", UP_TO_ONE
     )
@@ -89,15 +80,11 @@ class OutputOptions:
     output_dir: str | None = option(
         None, "Folder for the images (default: one in <run>/generated named after step, weights, sampler and steps)."
     )
-    overwrite: bool = option(
-        False, "Delete the images in the folder, whatever made them, and start anew.", habits="overwrite_output_dir"
-    )
+    overwrite: bool = option(False, "Delete the images in the folder and start anew.", habits="overwrite_output_dir")
     format: Literal["png", "npz", "parquet"] = option(
         "png", "PNG files, one samples.npz (arr_0, seeds), or a folder for datasets.load_dataset."
     )
-    gather_grid: bool = option(
-        False, f"All images in grid.png, collected from all processes, instead of the first {DEFAULT_IMAGES}."
-    )
+    gather_grid: bool = option(False, f"All images in grid.png, instead of the first {DEFAULT_IMAGES}.")
     progress_gif: bool = option(False, "Also the first 16 images from noise to picture, as progress.gif.")
     interpolate: list[int] = option([], "Two seeds: only a row of pictures between them; --ddim unless told otherwise.")
     nearest: int | None = option(None, "Also so many nearest training images beside each of the first 16.", POSITIVE)
@@ -109,8 +96,7 @@ class OutputOptions:
 class SpeedOptions:
     batch_size: int | None = option(
         None,
-        "Images per process and forward pass (default: the largest that pays, measured at the start; "
-        f"{SMALLEST_BATCH} for less than {2 * SMALLEST_BATCH * BATCHES_TO_SHARE} images).",
+        f"Images per process and pass (default: measured at the start; {SMALLEST_BATCH} for few images).",
         POSITIVE,
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
@@ -118,9 +104,7 @@ class SpeedOptions:
     )
     allow_tf32: bool = option(False, "Allow TF32 matrix products on GPUs that have them.")
     compile: bool = option(False, "Compile the network first, which takes up to minutes.")
-    channels_last: Literal["auto", "yes", "no"] = option(
-        "auto", "Keep channels last in memory; auto: on GPUs in mixed precision, whose matrix units want it."
-    )
+    channels_last: Literal["auto", "yes", "no"] = option("auto", "Memory format; auto: on GPUs in mixed precision.")
 
 
 @dataclass

@@ -45,12 +45,12 @@ class SavedModel:
     name: str  # what the user calls it
     path: Path  # the checkpoint's or the pipeline's folder
     home: Path  # the run's folder, where generated images go by default
-    step: int | None
     weights: str  # "ema", "raw", or "pipeline" if it is not known which
-    train_seconds: float | None
     sha256: str  # of the weights' file
     network_folder: Path
     scheduler_config: dict[str, Any]  # of a DDPMScheduler
+    step: int | None = None  # these two of a checkpoint
+    train_seconds: float | None = None
 
     @property
     def source(self) -> str:
@@ -70,8 +70,7 @@ class SavedModel:
     def shape(self) -> tuple[int, int, int]:
         """Return channels, height and width of the samples."""
         size = self.network_config["sample_size"]
-        height, width = (size, size) if isinstance(size, int) else size
-        return self.network_config["in_channels"], height, width
+        return self.network_config["in_channels"], *((size, size) if isinstance(size, int) else size)
 
     @cached_property
     def condition(self) -> dict[str, Any] | None:
@@ -89,11 +88,8 @@ class SavedModel:
     @property
     def text_encoder_folders(self) -> tuple[str, str] | None:
         """Return the folders of the text encoder and its tokenizer in the pipeline or the checkpoint's run."""
-        for folder in (self.path, self.path.parent):
-            found = folder / "text_encoder", folder / "tokenizer"
-            if all(part.is_dir() for part in found):
-                return tuple(map(str, found))
-        return None
+        folders = [(home / "text_encoder", home / "tokenizer") for home in (self.path, self.path.parent)]
+        return next((tuple(map(str, found)) for found in folders if all(map(Path.is_dir, found))), None)
 
     @cached_property
     def scheduler(self) -> ExactDDPMScheduler:
@@ -125,8 +121,7 @@ def find_models(model: str | None, steps: list[str], weights: str | None) -> lis
         return [_named_checkpoint(folder, weights, f"--model {model}")]
     if steps:
         return _checkpoints_at(folder, steps, weights)
-    newest = next(_valid(reversed(checkpoints(folder)), weights), None)
-    if newest is not None:
+    if newest := next(_valid(reversed(checkpoints(folder)), weights), None):
         return [newest]
     if not RunFolder(folder).pipeline_file.exists():
         raise UserError(
@@ -175,10 +170,9 @@ def _checkpoints_at(run: Path, steps: list[str], weights: str | None) -> list[Sa
     folder_at = {step_of(path): path for path in checkpoints(run)}
     listed = ", ".join(map(str, folder_at)) or "none"
     if "all" in steps:
-        models = list(_valid(folder_at.values(), weights))
-        if not models:
-            raise UserError(f"--checkpoints all: {run} has no valid checkpoint (there are: {listed})")
-        return models
+        if models := list(_valid(folder_at.values(), weights)):
+            return models
+        raise UserError(f"--checkpoints all: {run} has no valid checkpoint (there are: {listed})")
     models = {}
     for name in steps:
         step = int(name.removeprefix(PREFIX)) if name.removeprefix(PREFIX).isdigit() else None
@@ -232,8 +226,7 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
     """Return the model in a folder that a DDPMPipeline was saved in; old ones have all files side by side."""
     from diffusers import DDPMScheduler
 
-    network = folder / "unet" if (folder / "unet").is_dir() else folder
-    scheduler = folder / "scheduler" if (folder / "scheduler").is_dir() else folder
+    network, scheduler = (part if part.is_dir() else folder for part in (folder / "unet", folder / "scheduler"))
     # A run's own pipeline holds the moving average if the run kept one.
     run, held = RunFolder(folder), "pipeline"
     if run.is_run:
@@ -244,8 +237,8 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
     with user_errors(f"{folder} is not a whole pipeline", OSError, ValueError):
         network_config = read_file(network, "config.json")
         scheduler_config = read_file(scheduler, "scheduler_config.json")
-    weights_file = next((path for path in sorted(network.glob("diffusion_pytorch_model.*")) if path.is_file()), None)
-    if weights_file is None:
+    weight_files = [path for path in sorted(network.glob("diffusion_pytorch_model.*")) if path.is_file()]
+    if not weight_files:
         raise UserError(f"{folder} is not a whole pipeline (it has no weights)")
     if network_config.get("in_channels") != network_config.get("out_channels"):
         raise UserError(f"{name}: its network predicts a variance too, which no sampler here uses")
@@ -258,10 +251,8 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
         name=name,
         path=folder,
         home=folder if Path(name).expanduser().is_dir() else RUNS / name.replace("/", "--"),
-        step=None,
         weights=held,
-        train_seconds=None,
-        sha256=sha256(weights_file),
+        sha256=sha256(weight_files[0]),
         network_folder=network,
         scheduler_config={name: value for name, value in scheduler_config.items() if name in known},
     )

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.errors import RunFailed
+from common.errors import RunFailed, reason_of
 from common.interruption import Interrupted, fault_point, stop_requested
 from common.progress import progress_bar
 from image_data.grid import image_grid, side_by_side
-from run_folder.checkpoints import describe, newest
+from run_folder.checkpoints import newest
 from run_folder.folder import RunFolder
 from schedulers.denoising import DDPM, denoise, network_predict, to_uint8
 
@@ -230,7 +230,7 @@ class Milestones:
         try:
             RunFolder(self.output_dir).write_pipeline(pipeline, self.run.condition.pipeline_entries())
         except Exception as error:  # safetensors reports a full disk in its own way; the checkpoint comes next
-            logger.warning("The pipeline in %s could not be written: %s", self.output_dir, describe(error))
+            logger.warning("The pipeline in %s could not be written: %s", self.output_dir, reason_of(error))
 
 
 def digest_of(state: TrainingState) -> list[int]:
