@@ -91,10 +91,10 @@ def generate(
         return
     running = RunningNetwork(batches[0][0], processes, settings)
     running.warm_up(batches)
-    taken, progress = processes.shared_counter(), SharedProgress(batches, processes)
+    take_batches, progress = processes.shared_counter(), SharedProgress(batches, processes)
     stopped, made = False, 0
     with progress.bar:
-        while not stopped and (number := taken.add(1)) < len(batches):
+        while not stopped and (number := take_batches(1)) < len(batches):
             job, seeds = batches[number]
             if running.job is not job:
                 running = None  # its memory is needed for the next
@@ -109,7 +109,7 @@ def generate(
                 fault_point("generated")
                 stopped = stop_requested() is not None
         if stopped:
-            taken.add(len(batches))  # the others finish their batch and find no other
+            take_batches(len(batches))  # the others finish their batch and find no other
         progress.report()
         signals, counts = zip(*processes.all_gather((stop_requested() if stopped else None, made)), strict=True)
         if processes.is_main:  # it keeps the shared count, and now sees what all have done
@@ -227,7 +227,7 @@ class SharedProgress:
     """A bar of the images of all processes, counted by denoising steps: a single batch can take minutes."""
 
     def __init__(self, batches: Sequence[Batch], processes: Processes):
-        self.done = processes.shared_counter()
+        self.add_done = processes.shared_counter()
         self.unreported, self.last_report = 0, 0.0
         self.bar = progress_bar(
             total=sum(len(seeds) * len(job.method.timesteps) for job, seeds in batches),
@@ -248,6 +248,6 @@ class SharedProgress:
 
     def report(self) -> None:
         """Add what this process has done to the shared count, and show it."""
-        total = self.done.add(self.unreported) + self.unreported
+        total = self.add_done(self.unreported) + self.unreported
         self.unreported, self.last_report = 0, time.monotonic()
         self.bar.update(total - self.bar.n)
