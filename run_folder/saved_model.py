@@ -198,7 +198,7 @@ def _named_checkpoint(folder: Path, weights: str | None, flag: str) -> SavedMode
 
 
 def _read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
-    """Return the model of a checkpoint, after a look at the files that are needed."""
+    """Return the model of a checkpoint, whose files that are needed are verified."""
     from schedulers.ddpm import build_scheduler
 
     if weights is None:
@@ -227,10 +227,9 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
     from diffusers import DDPMScheduler
 
     network, scheduler = (part if part.is_dir() else folder for part in (folder / "unet", folder / "scheduler"))
+    run = RunFolder(folder)
     # A run's own pipeline holds the moving average if the run kept one.
-    run, held = RunFolder(folder), "pipeline"
-    if run.is_run:
-        held = "ema" if run.read_config().use_ema else "raw"
+    held = ("ema" if run.read_config().use_ema else "raw") if run.is_run else "pipeline"
     if weights not in (None, held):
         what = "one set of weights" if held == "pipeline" else f"the {held} weights"
         raise UserError(f"--weights {weights}: {name} is a pipeline and holds only {what}")
