@@ -61,7 +61,7 @@ class FeatureOptions:
     )
     modes: list[str] = option(
         ["legacy_tensorflow"],
-        "One or several modes of clean-fid: legacy_tensorflow (that of papers), clean, legacy_pytorch.",
+        "One or several modes of clean-fid: legacy_tensorflow (of papers), clean, legacy_pytorch.",
     )
     inception_weights: str | None = option(None, "inception-2015-12-05.pt or .pth, if it is not found by itself.")
     feature_batch_size: int = option(32, "Images of a pass of the feature network.", POSITIVE)

@@ -18,10 +18,7 @@ SMALLEST_BATCH, BATCHES_TO_SHARE = 16, 32
 @section("model")
 class ModelOptions:
     model: str | None = option(
-        None,
-        "A run (its newest checkpoint), a checkpoint, a pipeline, or a Hub id (default: the latest run under runs/).",
-        positional=True,
-        habits="network",
+        None, "A run, checkpoint, pipeline or Hub id (default: the latest run).", positional=True, habits="network"
     )
     checkpoints: list[str] = option([], "Steps of checkpoints of the run, or 'all': images of each, in its own folder.")
     weights: Literal["ema", "raw"] | None = option(None, "Weights (default: ema where there is one).", habits="ema")
@@ -33,9 +30,7 @@ class SamplerOptions:
 
     ddpm: bool = option(False, "Ancestral sampling as in the paper; the default.")
     ddim: bool = option(False, "DDIM.")
-    scheduler: str | None = option(
-        None, "A scheduler of diffusers by its name, e.g. DPMSolverMultistepScheduler.", habits="sampler"
-    )
+    scheduler: str | None = option(None, "A scheduler of diffusers: DPMSolverMultistepScheduler ...", habits="sampler")
     num_inference_steps: int | None = option(
         None,
         f"S, the denoising steps (default: all of the model's for --ddpm, {SHORT_SAMPLING} otherwise).",
@@ -55,9 +50,7 @@ class SamplerOptions:
 @section("images")
 class ImageOptions:
     seeds: str | None = option(None, "One image for each, e.g. 0-49999 or 0,5,7-9.")
-    num_images: int | None = option(
-        None, f"The seeds 0, 1, ... up to so many images (default: {DEFAULT_IMAGES}).", POSITIVE, habits="n num"
-    )
+    num_images: int | None = option(None, f"Seeds 0, 1, ... (default: {DEFAULT_IMAGES}).", POSITIVE, habits="n num")
 
 
 @section("condition, of models that were trained with one")
@@ -95,9 +88,7 @@ class OutputOptions:
 @section("speed")
 class SpeedOptions:
     batch_size: int | None = option(
-        None,
-        f"Images per process and pass (default: measured at the start; {SMALLEST_BATCH} for few images).",
-        POSITIVE,
+        None, f"Images per process and pass (default: measured at start; {SMALLEST_BATCH} for few images).", POSITIVE
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
         None, "Precision of the network (default: what `accelerate launch` says, else no); noise stays float32."
@@ -150,9 +141,8 @@ def check_condition(options: ConditionOptions) -> None:
         raise UserError(f"--guidance_scale {options.guidance_scale:g}: must be 0 or greater; 1 is no guidance")
     interval = options.guidance_interval
     if interval and (len(interval) != 2 or not 0 <= interval[0] <= interval[1]):
-        raise UserError(
-            f"--guidance_interval {' '.join(map(str, interval))}: needs two timesteps, the smaller one first"
-        )
+        given = " ".join(map(str, interval))
+        raise UserError(f"--guidance_interval {given}: needs two timesteps, the smaller one first")
     for name in ("negative_prompt", "guidance_rescale", "guidance_interval"):
         if getattr(options, name) and options.guidance_scale == 1:
             raise UserError(f"--{name} changes guidance, and there is none: add --guidance_scale, e.g. 2")

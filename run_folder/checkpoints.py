@@ -92,7 +92,6 @@ class CheckpointWriter:
         """Return when nothing is being written any more."""
         if self.thread is not None:
             self.thread.join()
-            self.thread = None
 
     def finish(self, state: TrainingState) -> None:
         """End a run: try once more to save what could not be saved; it is an error if that fails too."""
@@ -199,10 +198,10 @@ def read_file(folder: Path, name: str) -> dict:
 def find_checkpoint(config: TrainingConfig) -> Path | None:
     """Return the checkpoint to resume from: the one named, or the newest valid one of the run; None to start anew."""
     wanted, output_dir = config.resume_from_checkpoint, Path(config.output_dir)
-    if wanted == "none" or (wanted == "latest" and config.overwrite_output_dir):
-        return None
-    if wanted != "latest":
+    if wanted not in ("none", "latest"):
         return _named_checkpoint(config)
+    if wanted == "none" or config.overwrite_output_dir:
+        return None
     for pattern in (f".{PREFIX}*.tmp", f".{PREFIX}*.old"):  # left by a process that was killed
         for folder in output_dir.glob(pattern):
             shutil.rmtree(folder)

@@ -99,9 +99,7 @@ class DiffusionOptions:
         "linear", "quadratic", "scaled_linear", "cosine", "squaredcos_cap_v2", "sigmoid", "constant",
         "warmup10", "warmup50",
     ] = option("linear", "Beta schedule, by its name in papers or in diffusers.", fixed=True)  # fmt: skip
-    variance_type: Literal["fixed_large", "fixed_small"] = option(
-        "fixed_large", "Variance of the ancestral steps: beta_t or the posterior's."
-    )
+    variance_type: Literal["fixed_large", "fixed_small"] = option("fixed_large", "Variance: beta_t or the posterior's.")
     prediction_type: Literal["epsilon", "sample", "v_prediction"] = option("epsilon", "What is predicted.", fixed=True)
 
 
@@ -177,14 +175,12 @@ class LengthOptions:
     num_epochs: int | None = option(None, "Passes over the data.", POSITIVE)
     max_train_steps: int | None = option(
         None,
-        f"Optimiser steps; comes before num_epochs (default: {PAPER_STEPS}).",
+        f"Optimiser steps, before num_epochs (default: {PAPER_STEPS}).",
         POSITIVE,
         habits="steps",
         instead_of="num_epochs",
     )
-    max_train_seconds: float | None = option(
-        None, "Stop after so many seconds of training, without sampling and saving.", POSITIVE
-    )
+    max_train_seconds: float | None = option(None, "Stop after so many seconds of training alone.", POSITIVE)
     seed: int = option(0, "All randomness is a function of this, step and position.", NOT_NEGATIVE, may_change=False)
 
 
@@ -203,9 +199,7 @@ class OutputOptions:
     save_model_epochs: int | None = option(None, "Epochs between updates of the pipeline in output_dir.", POSITIVE)
     eval_batch_size: int = option(16, "Images in a sample grid.", POSITIVE)
     ddpm_num_inference_steps: int = option(1000, "Denoising steps of the sample grids.", POSITIVE)
-    logger: Literal["tensorboard", "wandb", "none"] = option(
-        "tensorboard", "Where curves go besides metrics.jsonl.", aliases="report_to"
-    )
+    logger: Literal["tensorboard", "wandb", "none"] = option("tensorboard", "Where curves go.", aliases="report_to")
     logging_dir: str = option("logs", "Folder of the curves, inside output_dir.")
     logging_steps: int = option(50, "Steps between lines of metrics.", POSITIVE)
     tracker_project_name: str = option("exact-ddpm", "Project of the curves in wandb.")
@@ -295,23 +289,18 @@ def validate(config: TrainingConfig) -> None:
 def check_timestep_sampler(config: TrainingConfig) -> None:
     """Raise unless it is in the registry or in a file of the user's, which is read when it is used."""
     names, name = [*SAME_OBJECTIVE, *CHANGED_OBJECTIVE], config.timestep_sampler
-    if config.timestep_sampler_options and not names_own_file(name):
+    in_own_file = ".py:" in name
+    if config.timestep_sampler_options and not in_own_file:
         raise UserError(
             f"--timestep_sampler_options {' '.join(config.timestep_sampler_options)}: are for a sampler in a file of "
             f"your own; those of {name} are flags, --{name}_..."
         )
-    if names_own_file(name):
-        path = Path(name.rpartition(":")[0])
-        if not path.is_file():
-            raise UserError(f"--timestep_sampler {name}: there is no file {path}")
-    elif name not in names:
+    if in_own_file and not (path := Path(name.rpartition(":")[0])).is_file():
+        raise UserError(f"--timestep_sampler {name}: there is no file {path}")
+    if not in_own_file and name not in names:
         nearest = difflib.get_close_matches(name, names, n=1)
         choices = f"must be one of {', '.join(names)}, or my_file.py:MySampler"
         raise UserError(f"--timestep_sampler {name}: {f'did you mean {nearest[0]}?' if nearest else choices}")
-
-
-def names_own_file(timestep_sampler: str) -> bool:
-    return ".py:" in timestep_sampler
 
 
 def validate_condition(config: ConditionalConfig) -> None:
