@@ -70,10 +70,7 @@ def section(heading: str, **facts) -> Callable[[type], type]:
 
 
 def sections_of(kind: type) -> list[type]:
-    """Return the sections of a class of options in the order of the help.
-
-    The class inherits from them, the last section first, because that is how dataclasses put the fields in order.
-    """
+    """Return the sections that a class of options inherits from, the last of the help first, in the help's order."""
     return [base for base in reversed(kind.__mro__) if "_facts" in vars(base)]
 
 

@@ -88,10 +88,6 @@ class EvaluationOptions(OutputOptions, FeatureOptions, ReferenceOptions, RunOpti
     max_train_samples: ClassVar[None] = None  # the whole split is the reference
 
 
-SOURCES = ("generated", "run_dir", "compare")
-REFERENCES = ("real", "dataset_name", "train_data_dir", "statistics")
-
-
 def parse_evaluation(arguments: list[str]) -> EvaluationOptions:
     """Return the options of evaluate.py, `validate`d."""
     options = parse_options(
@@ -106,8 +102,9 @@ def parse_evaluation(arguments: list[str]) -> EvaluationOptions:
 def validate(options: EvaluationOptions) -> None:
     """Raise for what no evaluation can be."""
     chosen_method(options)
-    named = [f"--{name}" for name in SOURCES if getattr(options, name)]
-    references = [f"--{name}" for name in REFERENCES if getattr(options, name)]
+    named = [f"--{name}" for name in ("generated", "run_dir", "compare") if getattr(options, name)]
+    references = ("real", "dataset_name", "train_data_dir", "statistics")
+    references = [f"--{name}" for name in references if getattr(options, name)]
     if len(named) > 1:
         raise UserError(f"{' and '.join(named)}: name one thing to measure")
     if len(references) > 1:

@@ -52,14 +52,15 @@ class InvalidCheckpoint(Exception):
     """A checkpoint that is not what was written, with the reason."""
 
 
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix(PREFIX))
+def step_of(checkpoint: Path | str) -> int | None:
+    """Return the step of a checkpoint by the name of its folder, or None if it is another folder's."""
+    step = Path(checkpoint).name.removeprefix(PREFIX)
+    return int(step) if step.isdigit() else None
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """Return the checkpoint folders of a run, oldest first."""
-    found = [path for path in output_dir.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
-    return sorted(found, key=step_of)
+    return sorted((path for path in output_dir.glob(f"{PREFIX}*") if step_of(path) is not None), key=step_of)
 
 
 def newest(output_dir: Path) -> Path | None:
@@ -229,7 +230,7 @@ def _named_checkpoint(config: TrainingConfig) -> Path:
         if config.overwrite_output_dir:
             raise UserError(f"--resume_from_checkpoint {wanted}: --overwrite_output_dir would delete it")
         # Later checkpoints are of another branch now, and must not be taken for the newest.
-        step = step_of(folder)
+        step = read_file(folder, STATE)["step"]
         for later in checkpoints(output_dir):
             if step_of(later) > step:
                 _set_aside(later, "abandoned", f"the run goes on from step {step}")

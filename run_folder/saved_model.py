@@ -115,7 +115,7 @@ def find_models(model: str | None, steps: list[str], weights: str | None) -> lis
     The moving average is taken where there is one, unless `weights` says otherwise.
     """
     folder = latest_run() if model is None else _folder_of(model)
-    if (folder / MANIFEST).exists() or folder.name.removeprefix(PREFIX).isdigit():
+    if (folder / MANIFEST).exists() or step_of(folder) is not None:
         if steps:
             raise UserError(f"--checkpoints {' '.join(steps)}: --model {model} is a checkpoint; name its run instead")
         return [_named_checkpoint(folder, weights, f"--model {model}")]
@@ -175,7 +175,7 @@ def _checkpoints_at(run: Path, steps: list[str], weights: str | None) -> list[Sa
         raise UserError(f"--checkpoints all: {run} has no valid checkpoint (there are: {listed})")
     models = {}
     for name in steps:
-        step = int(name.removeprefix(PREFIX)) if name.removeprefix(PREFIX).isdigit() else None
+        step = step_of(name)
         if step not in folder_at:
             raise UserError(f"--checkpoints {name}: {run} has no such checkpoint; it has: {listed}")
         models[step] = _named_checkpoint(folder_at[step], weights, f"--checkpoints {name}")
