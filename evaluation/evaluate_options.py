@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from common.errors import UserError
 from common.options import NOT_NEGATIVE, POSITIVE, facts_of, option, parse_options, section
@@ -13,14 +13,12 @@ from generation.methods import chosen_method
 from run_folder.folder import RunFolder
 
 FEWEST_IMAGES = 10  # the Inception Score takes ten splits, and an image needs five neighbours
-MODES = ("legacy_tensorflow", "clean", "legacy_pytorch")
+Mode = Literal["legacy_tensorflow", "clean", "legacy_pytorch"]
 
 
 @section("what is measured: images, or every checkpoint of a run")
 class ImagesOptions:
-    generated: str | None = option(
-        None, "Generated images: a folder of image or parquet files, or an .npz.", habits="fake samples images"
-    )
+    generated: str | None = option(None, "Folder of images or parquet files, or an .npz.", habits="fake samples images")
     run_dir: str | None = option(None, "A run: images are generated for its checkpoints.", habits="model")
     compare: list[str] = option([], "Two or more runs that have been measured: curves in one plot, times to equal FID.")
     num_images: int | None = option(None, "Images to measure (default: all, 10000 of a run).", POSITIVE, habits="num")
@@ -48,9 +46,7 @@ class ReferenceOptions:
     resolution: int | None = option(None, "Size of the real images' centre (default: the generated's).", POSITIVE)
     on_bad_image: Literal["fail", "skip"] = option("fail", "What to do with a real image that cannot be decoded.")
     statistics: str | None = option(None, "File of --save_statistics, or an .npz with mu and sigma.")
-    statistics_mode: Literal["legacy_tensorflow", "clean", "legacy_pytorch"] | None = option(
-        None, "How the images behind an .npz with mu and sigma were resized."
-    )
+    statistics_mode: Mode | None = option(None, "How the images behind an .npz with mu and sigma were resized.")
     save_statistics: str | None = option(None, "Write the real images' statistics to this file (.safetensors).")
 
 
@@ -119,9 +115,9 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError("--save_statistics without --generated: say with --resolution what size to bring the images to")
     if options.save_statistics and (len(options.modes) > 1 or options.statistics):
         raise UserError("--save_statistics holds real images in one of the --modes: name one, and no --statistics")
-    unknown = [mode for mode in options.modes if mode not in MODES]
+    unknown = [mode for mode in options.modes if mode not in get_args(Mode)]
     if unknown or not options.modes:
-        raise UserError(f"--modes {' '.join(unknown)}: choose from {', '.join(MODES)}")
+        raise UserError(f"--modes {' '.join(unknown)}: choose from {', '.join(get_args(Mode))}")
     if len(set(options.modes)) < len(options.modes):
         raise UserError(f"--modes {' '.join(options.modes)}: one of them is named twice")
     if options.num_images is not None and options.num_images < FEWEST_IMAGES:
