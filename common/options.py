@@ -112,8 +112,9 @@ def parse_options(
     options = kind(**{name: value for section in sections for name, value in vars(section).items()})
     for name, value in vars(options).items():
         must_be = facts[name].must_be
-        if must_be is not None and value is not None and not must_be.accepts(value):
-            raise UserError(f"--{name} {value}: must be {must_be.wanted}")
+        for number in value if isinstance(value, list) else [value]:
+            if must_be is not None and number is not None and not must_be.accepts(number):
+                raise UserError(f"--{name} {number}: must be {must_be.wanted}")
     return options
 
 

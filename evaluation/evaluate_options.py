@@ -18,7 +18,7 @@ Mode = Literal["legacy_tensorflow", "clean", "legacy_pytorch"]
 
 @section("what is measured: images, or every checkpoint of a run")
 class ImagesOptions:
-    generated: str | None = option(None, "Folder of images or parquet files, or an .npz.", habits="fake samples images")
+    generated: str | None = option(None, "Images: a folder of them, of parquet, or .npz.", habits="fake samples images")
     run_dir: str | None = option(None, "A run: images are generated for its checkpoints.", habits="model")
     compare: list[str] = option([], "Two or more runs that have been measured: curves in one plot, times to equal FID.")
     num_images: int | None = option(None, "Images to measure (default: all, 10000 of a run).", POSITIVE, habits="num")
@@ -30,7 +30,7 @@ class RunOptions:
     weights: Literal["ema", "raw"] | None = option(None, "Weights of checkpoints (default: ema where there is one).")
     batch_size: int | None = option(None, "Images per process and pass (default: measured at the start).", POSITIVE)
     guidance_scales: list[float] = option(
-        [1.0], "Guidance scales to measure, 1 being none, with the captions or classes of the real images."
+        [1.0], "Guidance scales to measure, 1 being none, with captions or classes of the real images.", NOT_NEGATIVE
     )
     keep_images: bool = option(False, "Keep them in the run's folder, where generate.py would put them.")
 
@@ -43,7 +43,7 @@ class ReferenceOptions:
     train_data_dir: str | None = option(None, "Real images: folder of images in the layout of training.")
     split: str = option("train", "Split of the data set.")
     image_column: str | None = option(None, "Column with the images; found by itself if there is only one.")
-    resolution: int | None = option(None, "Size of the real images' centre (default: the generated's).", POSITIVE)
+    resolution: int | None = option(None, "Size real images are brought to (default: the generated's).", POSITIVE)
     on_bad_image: Literal["fail", "skip"] = option("fail", "What to do with a real image that cannot be decoded.")
     statistics: str | None = option(None, "File of --save_statistics, or an .npz with mu and sigma.")
     statistics_mode: Mode | None = option(None, "How the images behind an .npz with mu and sigma were resized.")
@@ -116,14 +116,12 @@ def validate(options: EvaluationOptions) -> None:
     if options.save_statistics and (len(options.modes) > 1 or options.statistics):
         raise UserError("--save_statistics holds real images in one of the --modes: name one, and no --statistics")
     unknown = [mode for mode in options.modes if mode not in get_args(Mode)]
-    if unknown or not options.modes:
+    if unknown:
         raise UserError(f"--modes {' '.join(unknown)}: choose from {', '.join(get_args(Mode))}")
     if len(set(options.modes)) < len(options.modes):
         raise UserError(f"--modes {' '.join(options.modes)}: one of them is named twice")
     if options.num_images is not None and options.num_images < FEWEST_IMAGES:
         raise UserError(f"--num_images {options.num_images}: must be at least {FEWEST_IMAGES}")
-    if not options.guidance_scales or min(options.guidance_scales) < 0:
-        raise UserError("--guidance_scales: one or several numbers, 0 or greater; 1 is no guidance")
     for name, facts in {**facts_of(RunOptions), **facts_of(SamplerOptions)}.items():
         if getattr(options, name) != facts.default and not options.run_dir:
             raise UserError(f"--{name} goes with --run_dir")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from common.errors import UserError
-from common.options import POSITIVE, UP_TO_ONE, option, parse_options, section
+from common.options import NOT_NEGATIVE, POSITIVE, UP_TO_ONE, option, parse_options, section
 from generation.methods import SHORT_SAMPLING, chosen_method
 
 DEFAULT_IMAGES = 64
@@ -30,7 +30,7 @@ class SamplerOptions:
 
     ddpm: bool = option(False, "Ancestral sampling as in the paper; the default.")
     ddim: bool = option(False, "DDIM.")
-    scheduler: str | None = option(None, "A scheduler of diffusers: DPMSolverMultistepScheduler ...", habits="sampler")
+    scheduler: str | None = option(None, "A diffusers scheduler, e.g. DPMSolverMultistepScheduler.", habits="sampler")
     num_inference_steps: int | None = option(
         None,
         f"S, the denoising steps (default: all of the model's for --ddpm, {SHORT_SAMPLING} otherwise).",
@@ -61,7 +61,9 @@ class ConditionOptions:
     prompt: list[str] = option([], "Prompts, for seeds in turn (default: those of the run's grids).", repeatable=True)
     prompts_file: str | None = option(None, "File with a prompt on each line.")
     negative_prompt: str | None = option(None, "What guidance leads away from (default: an empty prompt).")
-    guidance_scale: float = option(1.0, "Guidance u + scale (c - u), u without condition; 1: none.", habits="cfg")
+    guidance_scale: float = option(
+        1.0, "Guidance u + scale (c - u) from the prediction without condition; 1 is none.", NOT_NEGATIVE, habits="cfg"
+    )
     guidance_rescale: float = option(
         0.0, "Share of a guided prediction that gets its deviation from the unguided one, against glare.", UP_TO_ONE
     )
@@ -124,7 +126,6 @@ def validate(options: GenerationOptions) -> None:
     """Raise for values that make no sense whatever the model is."""
     chosen_method(options)
     seeds = seeds_of(options)
-    check_condition(options)
     if options.interpolate and (len(set(options.interpolate)) != 2 or min(options.interpolate) < 0):
         raise UserError(f"--interpolate {' '.join(map(str, options.interpolate))}: needs two different seeds")
     if options.interpolate and (options.seeds or options.num_images or options.checkpoints):
@@ -133,12 +134,6 @@ def validate(options: GenerationOptions) -> None:
         raise UserError(f"--gather_grid: a grid has at most {LARGEST_GATHERED_GRID} images")
     if options.dataset_name and options.train_data_dir:
         raise UserError("name the training images with either --dataset_name or --train_data_dir, and not with both")
-
-
-def check_condition(options: ConditionOptions) -> None:
-    """Raise for guidance that makes no sense, or that would do nothing."""
-    if options.guidance_scale < 0:
-        raise UserError(f"--guidance_scale {options.guidance_scale:g}: must be 0 or greater; 1 is no guidance")
     interval = options.guidance_interval
     if interval and (len(interval) != 2 or not 0 <= interval[0] <= interval[1]):
         given = " ".join(map(str, interval))
