@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -149,16 +150,16 @@ def seeds_of(options: ImageOptions) -> list[int]:
         return list(range(options.num_images or DEFAULT_IMAGES))
     seeds: set[int] = set()
     for part in options.seeds.split(","):
-        first, _, last = part.strip().partition("-")
-        last = last or first
-        if not (first.isdecimal() and last.isdecimal()):
+        given = re.fullmatch(r"(\d+)(?:-(\d*))?", part.strip())
+        if given is None:
             raise UserError(f"--seeds {options.seeds}: '{part.strip()}' is neither a number nor a range such as 0-63")
-        if int(last) < int(first):
+        first, last = int(given[1]), int(given[2] or given[1])
+        if last < first:
             raise UserError(f"--seeds {options.seeds}: {part.strip()} runs backwards; write {last}-{first}")
-        if int(last) >= 2**63:
+        if last >= 2**63:
             raise UserError(f"--seeds {options.seeds}: {last} is too large; the largest seed is {2**63 - 1}")
-        seeds.update(range(int(first), int(last) + 1))
-    if options.num_images is not None and options.num_images != len(seeds):
+        seeds.update(range(first, last + 1))
+    if options.num_images not in (None, len(seeds)):
         raise UserError(
             f"--num_images {options.num_images}: --seeds {options.seeds} are {len(seeds)}; give one of both"
         )

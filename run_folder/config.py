@@ -172,13 +172,9 @@ class EMAOptions:
 
 @section("length and seed", may_change=True)
 class LengthOptions:
-    num_epochs: int | None = option(None, "Passes over the data.", POSITIVE)
+    num_epochs: int | None = option(None, "Passes over the data, unless max_train_steps is given.", POSITIVE)
     max_train_steps: int | None = option(
-        None,
-        f"Optimiser steps, before num_epochs (default: {PAPER_STEPS}).",
-        POSITIVE,
-        habits="steps",
-        instead_of="num_epochs",
+        None, f"Optimiser steps (default: {PAPER_STEPS}).", POSITIVE, habits="steps", instead_of="num_epochs"
     )
     max_train_seconds: float | None = option(None, "Stop after so many seconds of training alone.", POSITIVE)
     seed: int = option(0, "All randomness is a function of this, step and position.", NOT_NEGATIVE, may_change=False)
