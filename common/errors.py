@@ -67,10 +67,5 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what the system or a library has to say, for the end of a line of our own."""
-    return getattr(error, "strerror", None) or first_line(error)
-
-
-def first_line(error: BaseException) -> str:
-    """Return what a library has to say, for the end of a line of our own."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Return what the system or a library has to say, in a line, for the end of one of our own."""
+    return getattr(error, "strerror", None) or next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.errors import RunFailed, UserError, first_line, reason_of
+from common.errors import RunFailed, UserError, reason_of
 from common.files import replace_folder, sha256, sync, write_atomically
 from common.interruption import fault_point
 from common.options import facts_of
@@ -303,7 +303,7 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
             state.loss.load_state_dict(read("sampler.safetensors"))
     except (RuntimeError, FileNotFoundError, KeyError, ValueError) as error:
         raise UserError(
-            f"{folder} does not fit this configuration ({first_line(error)}); use the configuration it was made with, "
+            f"{folder} does not fit this configuration ({reason_of(error)}); use the configuration it was made with, "
             f"another --output_dir, or --overwrite_output_dir"
         ) from error
     state.load_numbers(numbers)

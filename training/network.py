@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from common.errors import UserError, first_line
+from common.errors import UserError, reason_of
 
 if TYPE_CHECKING:
     from diffusers import UNet2DConditionModel, UNet2DModel
@@ -156,7 +156,7 @@ def load_network(
         unet = kind.from_config(settings, **(condition or {})).eval()
         size, halvings = unet.config.sample_size, len(unet.config.block_out_channels) - 1
     except Exception as error:  # diffusers raises whatever a wrong entry runs into
-        raise UserError(f"{flag}: not a {kind.__name__} configuration ({first_line(error)})") from error
+        raise UserError(f"{flag}: not a {kind.__name__} configuration ({reason_of(error)})") from error
     if size != resolution:
         raise UserError(f"{flag}: sample_size is {size}, but --resolution is {resolution}")
     if resolution % 2**halvings:
@@ -165,7 +165,7 @@ def load_network(
         with torch.no_grad():
             unet(torch.zeros(1, unet.config.in_channels, resolution, resolution), 0, **an_input(condition))
     except Exception as error:
-        raise UserError(f"{flag}: the network cannot take an image and a timestep ({first_line(error)})") from error
+        raise UserError(f"{flag}: the network cannot take an image and a timestep ({reason_of(error)})") from error
     return unet.train()
 
 
