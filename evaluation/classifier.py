@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.errors import first_line, user_errors
+from common.errors import reason_of, user_errors
 from common.files import load_safetensors, make_folder, save_safetensors
 from common.progress import progress_bar
 from common.randomness import generator_for
@@ -55,7 +55,7 @@ def load_classifier(images: torch.Tensor, labels: torch.Tensor, cache_dir: Path,
         network.load_state_dict(load_safetensors(path)[0])
     except (OSError, RuntimeError) as error:
         if path.exists():
-            logger.warning("%s is damaged and is made again (%s)", path, first_line(error))
+            logger.warning("%s is damaged and is made again (%s)", path, reason_of(error))
         make_folder(path.parent)  # the training can take minutes
         train(network.to(device), images[~held_out], labels[~held_out])
         with user_errors(f"--cache_dir {cache_dir}: the classifier cannot be kept there", OSError):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from common.errors import UserError, first_line
+from common.errors import UserError, reason_of
 from common.machine import PendingCopy, to_device, usable_cores
 from common.progress import progress_bar
 from evaluation.image_sets import Batch, ImageSet, batches_of
@@ -108,7 +108,7 @@ class FeatureExtractor:
         try:
             self._seconds_per_batch(size)
         except Exception as error:  # no compiler on this machine, for example
-            logger.warning("The feature network is not compiled: %s", first_line(error))
+            logger.warning("The feature network is not compiled: %s", reason_of(error))
             for one, network in zip(self.networks, originals, strict=True):
                 one.network = network
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common import interruption
 from common.errors import UserError
+from common.interruption import Interrupted
 from common.machine import default_num_workers
 from conditions.guidance import ALL, GenerationCondition, conditions_at
 from evaluation.condition_accuracy import ConditionAccuracy, add_classes, describe_classes, request_conditions
@@ -133,8 +133,8 @@ class Session:
             self.extractor.prepare(count, tuple(size), later=count * (len(jobs) - number))
             try:
                 self._measure_samples(samples, measured)
-            except interruption.Interrupted as stop:
-                raise interruption.Interrupted(
+            except Interrupted as stop:
+                raise Interrupted(
                     f"{str(stop).partition(':')[0]}: stopped at {samples.name}; the ones before it are in "
                     f"{self.output_dir / RESULTS}; start the same command again to continue"
                 ) from stop

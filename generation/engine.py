@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common import interruption
 from common.errors import UserError, user_errors
+from common.interruption import Interrupted, fault_point, stop_requested
 from common.progress import progress_bar
 from conditions.guidance import GenerationCondition
 from generation.generate_options import BATCHES_TO_SHARE, SMALLEST_BATCH
@@ -83,7 +83,7 @@ def generate(
     """Yield `(job, seeds, images)` of this process's share of the batches, of which each is a job and its seeds.
 
     All processes must call it with the same batches and exhaust it. Whoever is ready takes the next one, so that no
-    process idles before the last batches, and none waits for another until the end. Inside `interruption.deferred()` a
+    process idles before the last batches, and none waits for another until the end. Inside `stops_deferred()` a
     stop is noticed within a denoising step: the batch is given up and `Interrupted` is raised in every process; what
     was yielded before is good.
     """
@@ -91,10 +91,10 @@ def generate(
         return
     running = RunningNetwork(batches[0][0], processes, settings)
     running.warm_up(batches)
-    taken, progress = processes.shared_counter(), SharedProgress(batches, processes)
+    take_batches, progress = processes.shared_counter(), SharedProgress(batches, processes)
     stopped, made = False, 0
     with progress.bar:
-        while not stopped and (number := taken.add(1)) < len(batches):
+        while not stopped and (number := take_batches(1)) < len(batches):
             job, seeds = batches[number]
             if running.job is not job:
                 running = None  # its memory is needed for the next
@@ -106,17 +106,17 @@ def generate(
             else:
                 yield job, seeds, images
                 made += len(seeds)
-                interruption.fault_point("generated")
-                stopped = interruption.requested() is not None
+                fault_point("generated")
+                stopped = stop_requested() is not None
         if stopped:
-            taken.add(len(batches))  # the others finish their batch and find no other
+            take_batches(len(batches))  # the others finish their batch and find no other
         progress.report()
-        signals, counts = zip(*processes.all_gather((interruption.requested() if stopped else None, made)), strict=True)
+        signals, counts = zip(*processes.all_gather((stop_requested() if stopped else None, made)), strict=True)
         if processes.is_main:  # it keeps the shared count, and now sees what all have done
             progress.report()
     if any(signals):
         total = sum(len(seeds) for _, seeds in batches)
-        raise interruption.Interrupted(
+        raise Interrupted(
             f"{next(filter(None, signals))}: stopped after {sum(counts):,} of {total:,} images; "
             f"start the same command again to continue"
         )
@@ -227,7 +227,7 @@ class SharedProgress:
     """A bar of the images of all processes, counted by denoising steps: a single batch can take minutes."""
 
     def __init__(self, batches: Sequence[Batch], processes: Processes):
-        self.done = processes.shared_counter()
+        self.add_done = processes.shared_counter()
         self.unreported, self.last_report = 0, 0.0
         self.bar = progress_bar(
             total=sum(len(seeds) * len(job.method.timesteps) for job, seeds in batches),
@@ -243,11 +243,11 @@ class SharedProgress:
         self.unreported += images
         if time.monotonic() - self.last_report > SECONDS_BETWEEN_REPORTS:
             self.report()
-        if interruption.requested():
+        if stop_requested():
             raise BatchAbandoned
 
     def report(self) -> None:
         """Add what this process has done to the shared count, and show it."""
-        total = self.done.add(self.unreported) + self.unreported
+        total = self.add_done(self.unreported) + self.unreported
         self.unreported, self.last_report = 0, time.monotonic()
         self.bar.update(total - self.bar.n)

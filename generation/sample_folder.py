@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common import interruption
 from common.errors import UserError, user_errors
 from common.files import LOCK_FILE, first_existing, lock, write_atomically
+from common.interruption import stops_deferred
 from generation.engine import InferenceSettings, Job, choose_batch_size, divide, generate
 from generation.generate_options import DEFAULT_IMAGES, as_ranges
 from generation.methods import METHOD_SETTINGS
@@ -210,7 +210,7 @@ def complete_folders(
     All processes must call it. To be stopped means to keep what is whole; the same call continues with what is missing.
     A batch size that is not given is that of images that are there, or the fastest.
     """
-    with interruption.deferred(), ExitStack() as writers:
+    with stops_deferred(), ExitStack() as writers:
         known = [folder.claim(settings, processes.device) for folder in folders] if processes.is_main else []
         batch_size = processes.broadcast(next(filter(None, known), None))
         if batch_size is None:

@@ -27,9 +27,9 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
-from common import interruption
 from common.errors import RunFailed
 from common.files import replace_folder, written_aside
+from common.interruption import fault_point
 from common.machine import MOST_WORKERS
 
 WRITTEN = ("images", "samples.npz", "data", ".data.tmp", ".data.old", "parts")  # by any of the formats
@@ -120,7 +120,7 @@ class PngFolder(ImageWriter):
             path.parent.mkdir(parents=True, exist_ok=True)
             with written_aside(path, durable=False) as aside:
                 aside.write_bytes(as_png(image))
-                interruption.fault_point("image")
+                fault_point("image")
 
     def read(self, seeds: list[int]) -> torch.Tensor:
         return decode(self.path(seed) for seed in seeds)
@@ -162,7 +162,7 @@ class PartsWriter(ImageWriter):
         path = folder / f"{seeds[0]:06d}-{seeds[-1]:06d}-{digest:08x}{self.suffix}"
         with written_aside(path, durable=False) as aside:
             self._write_part(aside, seeds, images)
-            interruption.fault_point("image")
+            fault_point("image")
 
     def read(self, seeds: list[int]) -> torch.Tensor:
         ascending, rows = sorted(seeds), self._rows()
@@ -174,7 +174,7 @@ class PartsWriter(ImageWriter):
         """Put the parts together, unless that has been done."""
         if (self.folder / "parts").is_dir():
             self._assemble(self._rows())
-            interruption.fault_point("assembled")
+            fault_point("assembled")
             shutil.rmtree(self.folder / "parts")
 
     def _rows(self) -> dict[int, Row]:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from common import interruption
 from common.errors import UserError
+from common.interruption import stop_if_requested
 from common.progress import progress_bar
 from preparation.photo_files import HIDDEN, IMAGE_SUFFIXES, LARGEST_FILE, printable
 
@@ -85,7 +85,7 @@ def _unpack(archive: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     with contextlib.closing(_members(archive)) as members, progress_bar(desc="Unpacking", unit="files") as bar:
         for member in members:
-            interruption.stop_if_requested("stopped while unpacking; the same command begins anew")
+            stop_if_requested("stopped while unpacking; the same command begins anew")
             _refuse_to_leave(archive, member.name)
             path = posixpath.normpath(member.name)
             hidden = any(part.startswith(HIDDEN) for part in path.split("/"))

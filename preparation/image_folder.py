@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from common import interruption
 from common.errors import UserError
 from common.files import write_atomically
+from common.interruption import fault_point
 from image_data.annotations import class_in_words
 from image_data.decode import UndecodableImage, decode_image, is_grey, plain_suffix, stored_size
 from image_data.workers import process_files
@@ -220,7 +220,7 @@ def _write_if_missing(stem: Path, target: Target) -> Outcome:
         return Outcome(None, made=False, reason="too large for the memory of this machine")
     file = stem.with_name(stem.name + suffix)
     write_atomically(file, content)
-    interruption.fault_point("prepare-image")
+    fault_point("prepare-image")
     os.utime(file, (modified, modified))
     return Outcome(suffix, made=True)
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from PIL import Image
 
-from common import interruption
-from common.errors import RunFailed
+from common.errors import RunFailed, reason_of
 from common.files import written_aside
+from common.interruption import Interrupted, fault_point, stop_requested
 from common.progress import progress_bar
 from image_data.grid import image_grid, side_by_side
-from run_folder.checkpoints import CheckpointWriter, describe, networks_of, newest
+from run_folder.checkpoints import CheckpointWriter, networks_of, newest
 from run_folder.folder import RunFolder
 from schedulers.denoising import DDPM, denoise, network_predict, to_uint8
 
@@ -85,8 +85,8 @@ class Milestones:
                     self.writer.finish(state)
                 self.processes.barrier()
         if stopped:
-            raise interruption.Interrupted(
-                f"{interruption.requested() or 'a stop of another process'}: saved at step {step} in "
+            raise Interrupted(
+                f"{stop_requested() or 'a stop of another process'}: saved at step {step} in "
                 f"{self.folder.path}; start the same command again to continue"
             )
 
@@ -165,7 +165,7 @@ class Milestones:
 
         def on_step(number: int, samples: torch.Tensor) -> None:
             bar.update()
-            if self.processes.all_reduce_any(interruption.requested() is not None):
+            if self.processes.all_reduce_any(stop_requested() is not None):
                 raise StoppedWhileSampling
 
         try:
@@ -193,7 +193,7 @@ class Milestones:
             path.parent.mkdir(exist_ok=True)
             with written_aside(path, durable=False) as aside:
                 picture.save(aside, format="png")
-                interruption.fault_point("grid")
+                fault_point("grid")
         except OSError as error:
             logger.warning("%s could not be written: %s", path, error.strerror)
         self.run.tracking.log_picture("test_samples", picture, step)
@@ -209,7 +209,7 @@ class Milestones:
         try:
             self.folder.write_pipeline(pipeline, self.run.condition.pipeline_entries())
         except Exception as error:  # safetensors reports a full disk in its own way; the checkpoint comes next
-            logger.warning("The pipeline in %s could not be written: %s", self.folder.path, describe(error))
+            logger.warning("The pipeline in %s could not be written: %s", self.folder.path, reason_of(error))
 
 
 def digest_of(state: TrainingState) -> list[int]:

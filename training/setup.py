@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
-from common import interruption
 from common.files import write_atomically
+from common.interruption import stop_requested, stops_deferred
 from common.processes import Processes
 from common.randomness import generator_for
 from conditions.condition import Condition
@@ -107,7 +107,7 @@ class Run:
         """Tell whether the run ends here, and all processes with it."""
         if self.is_over():
             return "finished"
-        return "stopped" if self.processes.all_reduce_any(interruption.requested() is not None) else None
+        return "stopped" if self.processes.all_reduce_any(stop_requested() is not None) else None
 
     def exchanging_gradients(self, after: bool) -> AbstractContextManager:
         """Have the processes exchange gradients after the pass in here, or not yet."""
@@ -164,7 +164,7 @@ def execute(run: Run) -> None:
     announce(run)
     if run.config.dry_run:
         return
-    with interruption.deferred(), opened(run):  # from here on, to be stopped means to save first
+    with stops_deferred(), opened(run):  # from here on, to be stopped means to save first
         train(run)
 
     # The card, and the Hub if asked, which the other processes need not wait for.

@@ -19,8 +19,8 @@ import psutil
 import torch
 from PIL import Image
 
-from common import interruption
 from common.files import write_atomically
+from common.interruption import fault_point
 from common.progress import progress_bar
 from image_data.batches import Batch
 from run_folder.config import TrainingConfig
@@ -139,7 +139,7 @@ class Tracking:
         self._unwritten.append({"step": state.step, "train_seconds": round(state.train_seconds, 3), **metrics})
         try:
             append_lines(self.folder.metrics_file, self._unwritten)
-            interruption.fault_point("metrics")
+            fault_point("metrics")
             self._unwritten = []
         except OSError as error:
             if len(self._unwritten) == 1:  # said once: the lines are kept and tried again with the next
