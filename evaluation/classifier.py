@@ -4,8 +4,6 @@ It is trained once for a data set, on four fifths of the images. Its accuracy on
 that it gives.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Several runs in one plot, and how long each took to the same FID, or the same distance in other features."""
 
-from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path

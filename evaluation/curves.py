@@ -1,7 +1,5 @@
 """Curves over a run. A line never joins different numbers of images."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

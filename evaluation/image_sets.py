@@ -1,28 +1,30 @@
 """Sets of images that a user can name: a folder, an npz file, a data set. Each image is uint8 RGB."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from common.errors import UserError, user_errors
 from common.files import sha256
+from common.processes import Processes
 from generation.sample_folder import RECORD
-from image_data.decode import UndecodableImage, decode_image, is_grey, stored_size, upright_size
-from image_data.sources import NamedDataset, load_images, spread
-from image_data.workers import load_in_workers
-
-if TYPE_CHECKING:
-    from common.processes import Processes
-    from image_data.sources import ImageSource
+from image_data.decode import (
+    UndecodableImage,
+    decode_image,
+    errors_as_undecodable,
+    is_grey,
+    stored_size,
+    upright_size,
+)
+from image_data.sources import ImageSource, NamedDataset, load_images, spread
+from image_data.workers import map_in_workers
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +55,8 @@ class FolderFiles:
 
     def read(self, index: int) -> bytes:
         """Return the bytes of a file."""
-        try:
+        with errors_as_undecodable():
             return self.paths[index].read_bytes()
-        except OSError as error:
-            raise UndecodableImage(error.strerror or str(error)) from error
 
     def describe(self, index: int) -> str:
         """Return where the user finds a file."""
@@ -80,10 +80,10 @@ class EncodedImages:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def without_bad(self, num_workers: int) -> EncodedImages:
+    def without_bad(self, num_workers: int) -> Self:
         """Leave out what cannot be decoded, which takes decoding everything once."""
         parts = torch.arange(len(self.files)).split(DECODED_AT_A_TIME)
-        decodable = [row for rows in load_in_workers(_Mapped(self._decodable), parts, num_workers) for row in rows]
+        decodable = [row for rows in map_in_workers(self._decodable, parts, num_workers) for row in rows]
         if not decodable:
             raise UserError(f"none of the {len(self.files)} images of {self.name} can be decoded")
         for row in sorted(set(range(len(self.files))) - set(decodable)):
@@ -228,25 +228,10 @@ def batches_of(
     if processes is not None:
         parts = parts[processes.index :: processes.count]
     num_workers = num_workers if isinstance(images, EncodedImages) else 0
-    decode = _Mapped(partial(_decode_batch, images))
-    for part, pixels in zip(parts, load_in_workers(decode, parts, num_workers), strict=True):
-        if isinstance(pixels, UserError):
-            raise pixels
+    decoded = map_in_workers(partial(_decode, images), parts, num_workers)
+    for part, pixels in zip(parts, decoded, strict=True):
         yield part, torch.from_numpy(pixels)
 
 
-def _decode_batch(images: ImageSet, part: torch.Tensor) -> np.ndarray | UserError:
-    try:
-        return np.stack([images.pixels(index) for index in part.tolist()])
-    except UserError as error:
-        return error  # raised in a worker, it would arrive wrapped in a traceback
-
-
-class _Mapped:
-    """A function for `load_in_workers` to call on each item."""
-
-    def __init__(self, function: Callable[[torch.Tensor], Any]):
-        self.function = function
-
-    def __getitem__(self, item: torch.Tensor) -> Any:
-        return self.function(item)
+def _decode(images: ImageSet, part: torch.Tensor) -> np.ndarray:
+    return np.stack([images.pixels(index) for index in part.tolist()])

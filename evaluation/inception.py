@@ -4,8 +4,6 @@ It is the network that TensorFlow published in 2015 and that every FID in the li
 another one. Its weights are read once from one of the files below and kept as safetensors in the cache.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

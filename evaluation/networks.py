@@ -1,29 +1,21 @@
 """The networks whose features are compared, each with the way it wants its images."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
 
 from common.errors import UserError, user_errors
 from common.files import sha256
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from evaluation.evaluate_options import EvaluationOptions
+from evaluation.evaluate_options import EvaluationOptions
 
 PUBLISHED = {"dinov2": "facebook/dinov2-large", "clip": "openai/clip-vit-base-patch32"}
 VGG16_SIZE = 224
 IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-Outputs = dict[str, torch.Tensor]  # "features" always; "spatial" and "logits" where the network has them
 
 
 @dataclass
@@ -52,8 +44,8 @@ class FeatureNetwork:
         """Return an image, uint8 [height, width, 3], as `compute` takes it: [3, height, width]."""
         return torch.from_numpy(image if self.resize is None else self.resize(image)).permute(2, 0, 1)
 
-    def compute(self, images: torch.Tensor, precision: torch.dtype | None = None) -> Outputs:
-        """Return features of images [n, 3, height, width] with values of 0..255, in float32."""
+    def compute(self, images: torch.Tensor, precision: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Return of images [n, 3, height, width] of 0..255, in float32: features, perhaps spatial ones and logits."""
         precision = precision or self.precision
         inputs = self.scale(images.float()).contiguous(memory_format=torch.channels_last)
         with torch.autocast(images.device.type, precision, enabled=precision != torch.float32):

@@ -1,23 +1,22 @@
 """The course of an evaluation: find the images and the reference, measure, write the results."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from common import interruption
 from common.errors import UserError
 from common.machine import default_num_workers
+from common.processes import Processes
 from conditions.guidance import ALL, GenerationCondition, conditions_at
 from evaluation.condition_accuracy import ConditionAccuracy, add_classes, describe_classes, request_conditions
 from evaluation.curves import draw_guidance, draw_run
-from evaluation.evaluate_options import FEWEST_IMAGES
+from evaluation.evaluate_options import FEWEST_IMAGES, EvaluationOptions
 from evaluation.features import FeatureExtractor, Features
 from evaluation.image_sets import EncodedImages, ImageSet, open_images
 from evaluation.metrics import measure, metrics_of
+from evaluation.networks import FeatureNetwork
 from evaluation.results import (
     RESULTS,
     Measured,
@@ -39,11 +38,6 @@ from image_data.sources import load_images, spread
 from run_folder.folder import RunFolder
 from run_folder.publish import update_evaluation
 from run_folder.saved_model import SavedModel
-
-if TYPE_CHECKING:
-    from common.processes import Processes
-    from evaluation.evaluate_options import EvaluationOptions
-    from evaluation.networks import FeatureNetwork
 
 logger = logging.getLogger(__name__)
 
