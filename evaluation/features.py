@@ -63,10 +63,9 @@ class FeatureExtractor:
         description: str | None,
         networks: list[FeatureNetwork] | None = None,
     ) -> list[Features]:
-        """Return the features of all images in every network, or in these, from this process's share of them.
+        """Return the features of `count` images in every network, or in these; a process passes its share of them.
 
-        The share is any part of the `count` images, in batches of at most `batch_size`; together the processes have
-        all. Without a description there is no bar: then the images come from something that shows its own.
+        Without a description there is no bar: then the images come from something that shows its own.
         """
         passes = [_Pass(network, self.batch_size, self.processes.device) for network in networks or self.networks]
         hidden = description is None or not self.processes.is_local_main
@@ -110,8 +109,8 @@ class FeatureExtractor:
     def _seconds_per_batch(self, size: tuple[int, int]) -> float:
         """Time one image many times over; the first pass, which may take long, is not counted."""
         image = np.zeros((*size, 3), np.uint8)
-        with torch.inference_mode():
-            for _ in range(2):
+        for _ in range(2):
+            with torch.inference_mode():
                 start = time.perf_counter()
                 for network in self.networks:
                     batch = network.resized(image).expand(self.batch_size, -1, -1, -1)

@@ -15,7 +15,6 @@ from evaluation.evaluate_options import EvaluationOptions
 
 PUBLISHED = {"dinov2": "facebook/dinov2-large", "clip": "openai/clip-vit-base-patch32"}
 VGG16_SIZE = 224
-IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass
@@ -58,7 +57,7 @@ def load_networks(options: EvaluationOptions, cache_dir: Path, device: torch.dev
     """Load what `--features` names, once for each mode in which it is to see the images."""
     path = Path(options.features).expanduser()
     if options.features == "inception":
-        networks = inception_networks(options.modes, options.inception_weights, cache_dir, device)
+        networks = inception_networks(options, cache_dir, device)
     elif path.is_file():
         networks = [vgg16_network(path, device)]
     elif options.features in PUBLISHED or path.is_dir():
@@ -73,13 +72,11 @@ def load_networks(options: EvaluationOptions, cache_dir: Path, device: torch.dev
     return networks
 
 
-def inception_networks(
-    modes: list[str], weights: str | None, cache_dir: Path, device: torch.device
-) -> list[FeatureNetwork]:
+def inception_networks(options: EvaluationOptions, cache_dir: Path, device: torch.device) -> list[FeatureNetwork]:
     """Return Inception in some of clean-fid's three modes: one network, which sees other pixels in each."""
     from evaluation.inception import load_inception
 
-    network, digest = load_inception(weights, cache_dir)
+    network, digest = load_inception(options.inception_weights, cache_dir)
     network = network.to(device, memory_format=torch.channels_last)
     resizing = {
         "legacy_tensorflow": (None, resize_like_tensorflow),
@@ -88,7 +85,7 @@ def inception_networks(
     }
     return [
         FeatureNetwork("inception", mode, digest, network, resize=resizing[mode][0], scale=resizing[mode][1])
-        for mode in modes
+        for mode in options.modes
     ]
 
 
@@ -176,7 +173,7 @@ def vgg16_network(path: Path, device: torch.device) -> FeatureNetwork:
         raise UserError(f"--features {path}: not the state of torchvision's VGG16") from error
     # To the second fully connected layer and its ReLU, where precision and recall were first measured.
     network = nn.Sequential(model.features, model.avgpool, nn.Flatten(), model.classifier[:5])
-    normalise = normaliser(IMAGENET_MEAN, IMAGENET_DEVIATION, device)
+    normalise = normaliser((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), device)  # of ImageNet
     return FeatureNetwork(
         name="vgg16",
         mode=f"tensorflow-{VGG16_SIZE}",

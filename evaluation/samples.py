@@ -97,11 +97,11 @@ class Samples:
     def find_kept(self) -> Path | None:
         """Return the folder in which generate.py or an evaluation kept these images, if there are enough."""
         record = read_record(self.folder)
-        if record is None or not record["complete"] or record["sha256"] != self.job.model.sha256:
+        wanted = {"complete": True, "sha256": self.job.model.sha256, **self.settings}
+        if record is None or any(record.get(name) != value for name, value in wanted.items()):
             return None
         first, _, last = record["seeds"].partition(",")[0].partition("-")
-        is_same_method = all(record.get(name) == value for name, value in self.settings.items())
-        if not is_same_method or first != "0" or int(last or 0) + 1 < self.count:
+        if first != "0" or int(last or 0) + 1 < self.count:
             return None
         found = len(open_images(str(self.folder), "--run_dir"))
         if found != record["images"]:
