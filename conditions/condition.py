@@ -5,19 +5,13 @@ condition; a training image gets it with the probability `condition_dropout`, fo
 Salimans 2022).
 """
 
-from __future__ import annotations
-
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from common.randomness import generator_for
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PIPELINE_CODE = Path(__file__).with_name("conditional_pipeline.py")  # travels with every model that has a condition
 
@@ -46,25 +40,21 @@ class RowSampler:
         return rows.where(~dropped, self._null_row)
 
 
-class Condition(ABC):
-    """A table of conditions, and what a network, a run and a pipeline have because of it."""
+class Condition:
+    """A table of conditions, and what a network, a run and a pipeline have because of it; by default nothing."""
 
     null_row = 0  # stands for no condition
     network: dict[str, int] = {}  # how the network differs from that without a condition
     settings: dict[str, object] = {}  # what makes another run of this one
     description: dict[str, object] | None = None  # for those who generate images; saved as JSON
     # For training alone.
-    parts: dict[str, PreTrainedModel | PreTrainedTokenizerBase] = {}  # of the pipeline, besides network and scheduler
-    sampler: RowSampler
+    parts: dict[str, Any] = {}  # of the pipeline, besides network and scheduler: a text encoder and its tokenizer
+    sampler: RowSampler | None = None
     balanced_labels: torch.Tensor | None = None  # the class of every image, if all classes are to come equally often
     rows_of_grid: list[str] = []  # what the rows of a sample grid show
 
-    @abstractmethod
-    def inputs(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the arguments of the network for these rows of the table."""
-
-    def inputs_of_grid(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the arguments of the network for these rows of a sample grid."""
+    def inputs(self, rows: torch.Tensor, of_grid: bool = False) -> dict[str, torch.Tensor]:
+        """Return the arguments of the network for these rows of the table, or of a sample grid."""
         return {}
 
     def pipeline_entries(self) -> dict[str, object]:
@@ -73,17 +63,11 @@ class Condition(ABC):
 
     def draw(self, images: torch.Tensor, step: int) -> torch.Tensor:
         """Draw a row of the table for each image of a step's global batch."""
-        return self.sampler.draw(images, step)
+        return self.sampler.draw(images, step) if self.sampler else torch.zeros_like(images)
 
 
 class NoCondition(Condition):
     """Images alone, as in the paper."""
-
-    def inputs(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {}
-
-    def draw(self, images: torch.Tensor, step: int) -> torch.Tensor:
-        return torch.zeros_like(images)
 
 
 class ClassCondition(Condition):
@@ -97,11 +81,8 @@ class ClassCondition(Condition):
         self._grid_labels = torch.tensor(grid_labels)
         self.rows_of_grid = [names[label] for label in grid_labels]
 
-    def inputs(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"class_labels": rows}
-
-    def inputs_of_grid(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self.inputs(self._grid_labels[rows])
+    def inputs(self, rows: torch.Tensor, of_grid: bool = False) -> dict[str, torch.Tensor]:
+        return {"class_labels": self._grid_labels[rows] if of_grid else rows}
 
     def pipeline_entries(self) -> dict[str, object]:
         return {
@@ -121,14 +102,8 @@ class TextCondition(Condition):
         self.settings = {"encoder": description["encoder"]}
         self.network = {"cross_attention_dim": table(torch.tensor([null_row]))[0].shape[2]}
 
-    def inputs(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self._inputs_from(self._table, rows)
-
-    def inputs_of_grid(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self._inputs_from(self._grid, rows)
-
-    def _inputs_from(self, table: CaptionTable, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        states, mask = table(rows)
+    def inputs(self, rows: torch.Tensor, of_grid: bool = False) -> dict[str, torch.Tensor]:
+        states, mask = (self._grid if of_grid else self._table)(rows)
         return {"encoder_hidden_states": states, "encoder_attention_mask": mask}
 
     def pipeline_entries(self) -> dict[str, object]:

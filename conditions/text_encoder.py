@@ -1,7 +1,5 @@
 """Text encoders, found by name, folder or package; and captions as they encode them, kept on disk."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json
@@ -38,7 +36,7 @@ def location_of(name: str) -> Path | str:
     return Path(found.origin).parent / "model" if found else name
 
 
-def text_encoder_config(name: str) -> PreTrainedConfig:
+def text_encoder_config(name: str) -> "PreTrainedConfig":
     """Read the configuration of an encoder; a UserError if there is none of this name."""
     from transformers import AutoConfig
 

@@ -1,12 +1,10 @@
 """The options of generation, and the seeds and the sampling method that they stand for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from common.errors import UserError
-from common.options import POSITIVE, UP_TO_ONE, option, parse_options, section
+from common.options import NOT_NEGATIVE, POSITIVE, UP_TO_ONE, option, parse_options, section
 from generation.methods import SHORT_SAMPLING, chosen_method
 
 DEFAULT_IMAGES = 64
@@ -76,7 +74,7 @@ class ConditionOptions:
     prompts_file: str | None = option(None, "File with a prompt on each line.")
     negative_prompt: str | None = option(None, "What guidance leads away from (default: an empty prompt).")
     guidance_scale: float = option(
-        1.0, "Guidance u + scale (c - u) from the prediction without condition; 1 is none.", habits="cfg"
+        1.0, "Guidance u + scale (c - u) from the prediction without condition; 1 is none.", NOT_NEGATIVE, habits="cfg"
     )
     guidance_rescale: float = option(
         0.0, "Share of a guided prediction that gets its deviation from the unguided one, against glare.", UP_TO_ONE
@@ -134,22 +132,18 @@ class GenerationOptions(SpeedOptions, OutputOptions, ConditionOptions, ImageOpti
 
 
 def parse_generation(arguments: list[str]) -> GenerationOptions:
-    """Return the options of generate.py, `validate`d."""
-    options = parse_options(
-        GenerationOptions,
-        arguments,
-        description="One image for each seed: the same for the same seed, on any number of processes.",
-        usage="%(prog)s [model] [--flag value ...]",
-    )
-    validate(options)
-    return options
-
-
-def validate(options: GenerationOptions) -> None:
-    """Raise for values that make no sense whatever the model is."""
+    """Return the options of generate.py; raise for values that make no sense whatever the model is."""
+    description = "One image for each seed: the same for the same seed, on any number of processes."
+    usage = "%(prog)s [model] [--flag value ...]"
+    options = parse_options(GenerationOptions, arguments, description=description, usage=usage)
     chosen_method(options)
-    seeds = seeds_of(options)
-    check_condition(options)
+    seeds, interval = seeds_of(options), options.guidance_interval
+    if interval and (len(interval) != 2 or not 0 <= interval[0] <= interval[1]):
+        words = " ".join(map(str, interval))
+        raise UserError(f"--guidance_interval {words}: needs two timesteps, the smaller one first")
+    for name in ("negative_prompt", "guidance_rescale", "guidance_interval"):
+        if getattr(options, name) and options.guidance_scale == 1:
+            raise UserError(f"--{name} changes guidance, and there is none: add --guidance_scale, e.g. 2")
     if options.interpolate and (len(set(options.interpolate)) != 2 or min(options.interpolate) < 0):
         raise UserError(f"--interpolate {' '.join(map(str, options.interpolate))}: needs two different seeds")
     if options.interpolate and (options.seeds or options.num_images or options.checkpoints):
@@ -158,20 +152,7 @@ def validate(options: GenerationOptions) -> None:
         raise UserError(f"--gather_grid: a grid has at most {LARGEST_GATHERED_GRID} images")
     if options.dataset_name and options.train_data_dir:
         raise UserError("name the training images with either --dataset_name or --train_data_dir, and not with both")
-
-
-def check_condition(options: ConditionOptions) -> None:
-    """Raise for guidance that makes no sense, or that would do nothing."""
-    if options.guidance_scale < 0:
-        raise UserError(f"--guidance_scale {options.guidance_scale:g}: must be 0 or greater; 1 is no guidance")
-    interval = options.guidance_interval
-    if interval and (len(interval) != 2 or not 0 <= interval[0] <= interval[1]):
-        raise UserError(
-            f"--guidance_interval {' '.join(map(str, interval))}: needs two timesteps, the smaller one first"
-        )
-    for name in ("negative_prompt", "guidance_rescale", "guidance_interval"):
-        if getattr(options, name) and options.guidance_scale == 1:
-            raise UserError(f"--{name} changes guidance, and there is none: add --guidance_scale, e.g. 2")
+    return options
 
 
 def seeds_of(options: ImageOptions) -> list[int]:
@@ -198,10 +179,7 @@ def seeds_of(options: ImageOptions) -> list[int]:
 
 def as_ranges(seeds: list[int]) -> str:
     """Return ascending seeds as --seeds takes them."""
-    ranges: list[list[int]] = []
-    for seed in seeds:
-        if ranges and seed == ranges[-1][1] + 1:
-            ranges[-1][1] = seed
-        else:
-            ranges.append([seed, seed])
+    known = set(seeds)
+    firsts, lasts = ([seed for seed in seeds if seed + step not in known] for step in (-1, 1))
+    ranges = zip(firsts, lasts, strict=True)
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

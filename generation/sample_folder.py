@@ -1,7 +1,5 @@
 """The folder of a job's images: what samples.json says of them, what may be added to them, and how it is completed."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -10,30 +8,25 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from common import interruption
 from common.errors import UserError, user_errors
 from common.files import LOCK_FILE, first_existing, lock, write_atomically
+from common.processes import Processes
 from generation.engine import InferenceSettings, Job, choose_batch_size, divide, generate
 from generation.generate_options import DEFAULT_IMAGES, as_ranges
 from generation.methods import METHOD_SETTINGS
 from generation.pictures import save_grid
-from generation.writers import IMAGES_PER_FOLDER, WRITTEN, ImageWriter, one_line_if_unwritable, open_writer
-
-if TYPE_CHECKING:
-    from common.processes import Processes
+from generation.writers import IMAGES_PER_FOLDER, WRITERS, WRITTEN, ImageWriter, one_line_if_unwritable
 
 logger = logging.getLogger(__name__)
 
 RECORD = "samples.json"
 PICTURES = ("grid.png", "progress.gif", "nearest.png")
-CONDITION_SETTINGS = (
-    *("labels", "prompts", "negative_prompt"),
-    *("guidance_scale", "guidance_rescale", "guidance_interval"),
-)
+CONDITION_SETTINGS = ("labels", "prompts", "negative_prompt", "guidance_scale", "guidance_rescale", "guidance_interval")
 
 
 class UnusableFolder(UserError):
@@ -151,8 +144,7 @@ class SampleFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             lock(self.path)
             self._remove_files()
-            with open_writer(self.path, self.image_format, self.in_subfolders) as writer:
-                existing = writer.existing()
+            existing = WRITERS[self.image_format](self.path, self.in_subfolders).existing()
             self.all_seeds = sorted(existing.union(self.seeds))
             self._write_record(len(existing))
         return self.in_subfolders, set(self.seeds) - existing
@@ -182,8 +174,7 @@ class SampleFolder:
 
     def open(self, in_subfolders: bool, missing: set[int]) -> ImageWriter:
         """Open the folder for the images of the missing seeds; the writer that is returned must be closed."""
-        self.missing = missing
-        self.writer = open_writer(self.path, self.image_format, in_subfolders)
+        self.missing, self.writer = missing, WRITERS[self.image_format](self.path, in_subfolders)
         return self.writer
 
     def add(self, seeds: list[int], images: torch.Tensor) -> None:

@@ -7,8 +7,6 @@
 The last two are put together at the end from the files of parts/, one for each batch.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import shutil
@@ -55,8 +53,8 @@ def one_line_if_unwritable(folder: Path) -> Iterator[None]:
 class ImageWriter(AbstractContextManager):
     """Hands images to threads. What goes wrong there is raised here, as one line."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, in_subfolders: bool):
+        self.folder, self.in_subfolders = folder, in_subfolders
         self._threads = ThreadPoolExecutor(MOST_WORKERS, thread_name_prefix="writer")
         self._pending: deque[Future] = deque()
 
@@ -96,10 +94,6 @@ class ImageWriter(AbstractContextManager):
 
 class PngFolder(ImageWriter):
     """A file for each image."""
-
-    def __init__(self, folder: Path, in_subfolders: bool):
-        super().__init__(folder)
-        self.in_subfolders = in_subfolders
 
     def path(self, seed: int) -> Path:
         subfolder = f"{seed - seed % IMAGES_PER_FOLDER:06d}" if self.in_subfolders else ""
@@ -167,8 +161,7 @@ class PartsWriter(ImageWriter):
     def read(self, seeds: list[int]) -> torch.Tensor:
         ascending, rows = sorted(seeds), self._rows()
         images = torch.cat([self._read_images(*run) for run in runs(rows[seed] for seed in ascending)])
-        image_of = dict(zip(ascending, images, strict=True))
-        return torch.stack([image_of[seed] for seed in seeds])
+        return images[np.searchsorted(ascending, seeds)]
 
     def finish(self) -> None:
         """Put the parts together, unless that has been done."""
@@ -246,17 +239,12 @@ class ParquetFolder(PartsWriter):
         aside = self.folder / ".data.tmp"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        in_order = list(rows.values())
-        shards = [in_order[start : start + ROWS_PER_SHARD] for start in range(0, len(in_order), ROWS_PER_SHARD)]
-        for number, shard in enumerate(shards):
-            tables = [parquet.read_table(path).take(places) for path, places in runs(shard)]
-            name = f"train-{number:05d}-of-{len(shards):05d}.parquet"
-            parquet.write_table(pyarrow.concat_tables(tables), aside / name)
+        in_order, count = list(rows.values()), -(-len(rows) // ROWS_PER_SHARD)
+        for number in range(count):
+            shard = runs(in_order[number * ROWS_PER_SHARD : (number + 1) * ROWS_PER_SHARD])
+            table = pyarrow.concat_tables([parquet.read_table(path).take(places) for path, places in shard])
+            parquet.write_table(table, aside / f"train-{number:05d}-of-{count:05d}.parquet")
         replace_folder(aside, self.folder / "data")
 
 
-def open_writer(folder: Path, image_format: str, in_subfolders: bool) -> ImageWriter:
-    """Return the writer of a format."""
-    if image_format == "png":
-        return PngFolder(folder, in_subfolders)
-    return {"npz": NpzFile, "parquet": ParquetFolder}[image_format](folder)
+WRITERS: dict[str, type[ImageWriter]] = {"png": PngFolder, "npz": NpzFile, "parquet": ParquetFolder}

@@ -163,7 +163,7 @@ class Milestones:
 
     def _inputs_of(self, seeds: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return what the network takes for these samples: the condition of the row that each is in."""
-        inputs = self.run.condition.inputs_of_grid(seeds.cpu() // self.columns)
+        inputs = self.run.condition.inputs(seeds.cpu() // self.columns, of_grid=True)
         return {name: value.to(self.processes.device) for name, value in inputs.items()}
 
     def draw_samples(self, state: TrainingState) -> bool:

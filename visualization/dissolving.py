@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from common.errors import UserError
+from common.errors import user_errors
 from common.files import written_aside
 from common.randomness import derive_seed, standard_normal
 from image_data.decode import UndecodableImage, decode_image
@@ -28,11 +28,8 @@ def decode_images(source: ImageSource, resolution: int) -> torch.Tensor:
     """Decode all images of the source, in [-1, 1], [n, channels, resolution, resolution]."""
     channels, decoded = source.detect_channels(), []
     for index in range(len(source)):
-        try:
-            pixels = decode_image(source.read(index), channels, resolution, center_crop=True)
-        except UndecodableImage as error:
-            raise UserError(f"cannot decode {source.describe(index)}: {error}; repair or remove this image") from error
-        decoded.append(torch.tensor(pixels))
+        with user_errors(f"cannot decode {source.describe(index)}; repair or remove this image", UndecodableImage):
+            decoded.append(torch.tensor(decode_image(source.read(index), channels, resolution, center_crop=True)))
     return torch.stack(decoded).float() / 127.5 - 1
 
 
@@ -51,9 +48,7 @@ def dissolving_frames(images: torch.Tensor, schedulers: dict[str, ExactDDPMSched
             name: image_grid(to_uint8(scheduler.add_noise(images, noise, at_t)), columns, NARROWEST // columns)
             for name, scheduler in schedulers.items()
         }
-        row = side_by_side(grids)
-        frame = Image.new("RGB", (row.width, row.height + HEADER_HEIGHT), "white")
-        frame.paste(row, (0, HEADER_HEIGHT))
+        frame = ImageOps.expand(side_by_side(grids), border=(0, HEADER_HEIGHT, 0, 0), fill="white")
         ImageDraw.Draw(frame).text((2, 2), f"t = {t}", fill="black", font=ImageFont.load_default(18))
         frames.append(frame)
     return frames
@@ -63,8 +58,7 @@ def save_animation(frames: list[Image.Image], path: Path) -> Path:
     """Write an endless GIF that rests on its first and last frame."""
     palette = _common_palette(frames)
     first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    durations = [MILLISECONDS] * len(frames)
-    durations[0] = durations[-1] = PAUSE_MILLISECONDS
+    durations = [PAUSE_MILLISECONDS, *[MILLISECONDS] * (len(frames) - 2), PAUSE_MILLISECONDS]
     with written_aside(path) as aside:
         first.save(aside, "GIF", save_all=True, append_images=others, duration=durations, loop=0)
     return path
@@ -72,11 +66,8 @@ def save_animation(frames: list[Image.Image], path: Path) -> Path:
 
 def _common_palette(frames: list[Image.Image]) -> Image.Image:
     """Choose one palette for all frames, so that colours do not flicker, with a true white for the paper."""
-    between = [frames[0], frames[len(frames) // 4], frames[-1]]
-    together = Image.new("RGB", (frames[0].width, frames[0].height * len(between)))
-    for place, frame in enumerate(between):
-        together.paste(frame, (0, place * frame.height))
-    palette = together.quantize(COLOURS)
+    between = [np.asarray(frame) for frame in (frames[0], frames[len(frames) // 4], frames[-1])]
+    palette = Image.fromarray(np.concatenate(between)).quantize(COLOURS)
     colours = np.array(palette.getpalette()).reshape(-1, 3)
     colours[colours.min(1) >= NEARLY_WHITE] = 255
     palette.putpalette(colours.flatten().tolist())
