@@ -99,14 +99,14 @@ class GenerationCondition:
             inputs = {name: value.to(device) for name, value in self.condition.inputs(rows).items()}
             return network_predict(partial(network, **inputs))
 
-        predict_conditional = predict_with(rows)
-        predict_unconditional = predict_with(torch.full_like(rows, self.condition.null_row))
+        conditional = predict_with(rows)
+        unconditional = predict_with(torch.full_like(rows, self.condition.null_row))
 
         def predict(samples: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            prediction = predict_conditional(samples, t)
-            if not self.guidance.applies_at(t):
-                return prediction
-            return guide(prediction, predict_unconditional(samples, t), self.guidance.scale, self.guidance.rescale)
+            prediction = conditional(samples, t)
+            if self.guidance.applies_at(t):
+                prediction = guide(prediction, unconditional(samples, t), self.guidance.scale, self.guidance.rescale)
+            return prediction
 
         return predict
 

@@ -66,13 +66,32 @@ class SampleFolder:
 
     # What the main process does before there are images.
 
-    def claim(self, settings: InferenceSettings, device: torch.device) -> int | None:
-        """Lock the folder, if it is there, and return the batch size that its images shall have or have.
+    def claim(self) -> int | None:
+        """Lock the folder, if it is there, and return the batch size of the images in it, if there are any.
 
         Raise `UnusableFolder` if it holds something else. Nothing is made yet.
         """
+        self.record_before = None
+        with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
+            existing = first_existing(self.path)
+            if not existing.is_dir():
+                raise UnusableFolder(f"--output_dir {self.path}: {existing} is a file, not a folder")
+            if existing != self.path:
+                return None
+            lock(self.path)
+            found = {entry.name for entry in self.path.iterdir()} - {LOCK_FILE}
+            if found and RECORD not in found:
+                raise UnusableFolder(
+                    f"--output_dir {self.path}: holds something else than generated images "
+                    f"({', '.join(sorted(found)[:3])}); choose an empty or new folder"
+                )
+            self.record_before = None if self.overwrite else read_record(self.path)
+        return self.record_before and self.record_before["batch_size"]
+
+    def check(self, settings: InferenceSettings, device: torch.device) -> None:
+        """Raise `UnusableFolder` if the images in the folder were made otherwise than these will be."""
         model, method = self.job.model, self.job.method
-        self.settings = {  # what two sets of images must have in common to be one
+        must_agree = {
             "sha256": model.sha256,
             "weights": model.weights,
             "num_train_timesteps": model.scheduler.config.num_train_timesteps,
@@ -83,7 +102,7 @@ class SampleFolder:
             **asdict(settings),
             "format": self.image_format,
         }
-        self.provenance = {
+        self.record = {
             "model": model.source,
             "step": model.step,
             "train_seconds": model.train_seconds,
@@ -91,55 +110,29 @@ class SampleFolder:
             "timesteps": len(method.timesteps),
             "device": device.type,
             "versions": {name: version(name) for name in ("torch", "diffusers")},
+            **must_agree,
         }
-        self.record_before = None
-        with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
-            existing = first_existing(self.path)
-            if not existing.is_dir():
-                raise UnusableFolder(f"--output_dir {self.path}: {existing} is a file, not a folder")
-            if existing == self.path:
-                lock(self.path)
-                self._look_inside()
-        # With the batch size of the images that are there, the others get the bits that they would have had.
-        return settings.batch_size or (self.record_before and self.record_before["batch_size"])
-
-    def _look_inside(self) -> None:
-        if not (self.path / RECORD).exists():
-            foreign = sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK_FILE)
-            if foreign:
-                raise UnusableFolder(
-                    f"--output_dir {self.path}: holds something else than generated images "
-                    f"({', '.join(foreign[:3])}); choose an empty or new folder"
-                )
-        elif not self.overwrite:
-            self.record_before = read_record(self.path)
-            self._refuse_other_settings()
-            for name in ("device", "versions"):
-                before, now = self.record_before[name], self.provenance[name]
-                if before != now:
-                    other = f"another {name.removesuffix('s')} ({before}, now {now})"
-                    message = "The images in %s were begun with %s: others may differ in their last bits"
-                    logger.warning(message, self.path, other)
-
-    def _refuse_other_settings(self) -> None:
+        if self.record_before is None:
+            return
+        before, now = self.record_before, self.record
         differences = [
-            f"{name} {self.record_before.get(name)} -> {value}"
-            for name, value in self.settings.items()
-            if self.record_before.get(name) != value and not (name == "batch_size" and value is None)
+            f"{name} {before.get(name)} -> {now[name]}" for name in must_agree if before.get(name) != now[name]
         ]
         if differences:
             raise UnusableFolder(
                 f"{self.path} holds images made with other settings ({'; '.join(differences)}): choose another "
                 f"--output_dir, or delete them with --overwrite"
             )
+        for name in ("device", "versions"):
+            if before[name] != now[name]:
+                other = f"another {name.removesuffix('s')} ({before[name]}, now {now[name]})"
+                message = "The images in %s were begun with %s: others may differ in their last bits"
+                logger.warning(message, self.path, other)
 
-    def begin(self, batch_size: int) -> tuple[bool, set[int]]:
+    def begin(self) -> tuple[bool, set[int]]:
         """Make the folder and samples.json; return whether there are sub-folders, and the seeds that are missing."""
-        self.settings["batch_size"] = batch_size
-        self.in_subfolders = len(self.seeds) > IMAGES_PER_FOLDER
-        if self.record_before is not None:
-            self._refuse_other_settings()
-            self.in_subfolders = self.record_before["subfolders"]
+        before = self.record_before
+        self.in_subfolders = before["subfolders"] if before else len(self.seeds) > IMAGES_PER_FOLDER
         with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
             self.path.mkdir(parents=True, exist_ok=True)
             lock(self.path)
@@ -161,8 +154,7 @@ class SampleFolder:
 
     def _write_record(self, images: int) -> None:
         record = {
-            **self.provenance,
-            **self.settings,
+            **self.record,
             "seeds": as_ranges(self.all_seeds),
             "subfolders": self.in_subfolders,
             "images": images,
@@ -202,12 +194,15 @@ def complete_folders(
     A batch size that is not given is that of images that are there, or the fastest.
     """
     with interruption.deferred(), ExitStack() as writers:
-        known = [folder.claim(settings, processes.device) for folder in folders] if processes.is_main else []
-        batch_size = processes.broadcast(next(filter(None, known), None))
+        known = [folder.claim() for folder in folders] if processes.is_main else []
+        # With the batch size of the images that are there, the others get the bits that they would have had.
+        batch_size = processes.broadcast(settings.batch_size or next(filter(None, known), None))
         if batch_size is None:
             batch_size = choose_batch_size(folders[0].job, len(folders[0].seeds), processes, settings)
         settings = replace(settings, batch_size=batch_size)
-        begun = [folder.begin(batch_size) for folder in folders] if processes.is_main else None
+        for folder in folders if processes.is_main else []:
+            folder.check(settings, processes.device)
+        begun = [folder.begin() for folder in folders] if processes.is_main else None
         batches, folder_of = [], {folder.job: folder for folder in folders}
         for folder, (in_subfolders, missing) in zip(folders, processes.broadcast(begun), strict=True):
             writers.enter_context(folder.open(in_subfolders, missing))
