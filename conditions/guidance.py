@@ -53,7 +53,7 @@ class Guidance:
 
 @dataclass(frozen=True)
 class Layout:
-    """The seed whose image is in each place of a grid; None is an empty place."""
+    """The seed whose image is in each place of a grid; None where a row has no more images."""
 
     places: list[int | None]
     columns: int
@@ -111,10 +111,7 @@ class GenerationCondition:
         return predict
 
     def layout(self, seeds: Sequence[int], limit: int | None) -> Layout:
-        """Arrange the images, at most `limit`, in a row for each choice, or nearly a square if there is one choice.
-
-        A place is empty where a choice has no more images.
-        """
+        """Arrange the images, at most `limit`, in a row for each choice, or nearly a square if there is one choice."""
         seeds_of: dict[str, list[int]] = {choice: [] for choice in self.choices}
         if len(seeds_of) == 1:
             shown = list(seeds[:limit])

@@ -67,10 +67,7 @@ class SampleFolder:
     # What the main process does before there are images.
 
     def claim(self) -> int | None:
-        """Lock the folder, if it is there, and return the batch size of the images in it, if there are any.
-
-        Raise `UnusableFolder` if it holds something else. Nothing is made yet.
-        """
+        """Lock the folder, if it is there, and return the batch size of its images; make nothing yet."""
         self.record_before = None
         with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
             existing = first_existing(self.path)
@@ -191,7 +188,6 @@ def complete_folders(
     """Make the images that are missing in the folders, with samples.json and grid.png, and return the settings used.
 
     All processes must call it. To be stopped means to keep what is whole; the same call continues with what is missing.
-    A batch size that is not given is that of images that are there, or the fastest.
     """
     with interruption.deferred(), ExitStack() as writers:
         known = [folder.claim() for folder in folders] if processes.is_main else []

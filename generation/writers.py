@@ -135,10 +135,7 @@ def decode(files: Iterable[Path | io.BytesIO]) -> torch.Tensor:
 
 
 class PartsWriter(ImageWriter):
-    """A file for each batch, put together at the end.
-
-    A format reads the seeds and some of the images of a file, writes the part of a batch, and assembles all.
-    """
+    """A file for each batch, put together at the end. A format reads and writes such a part, and assembles all."""
 
     suffix: str
     finished: str  # what matches the files at the end

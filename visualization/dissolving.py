@@ -34,10 +34,7 @@ def decode_images(source: ImageSource, resolution: int) -> torch.Tensor:
 
 
 def dissolving_frames(images: torch.Tensor, schedulers: dict[str, ExactDDPMScheduler], seed: int) -> list[Image.Image]:
-    """Draw x_t under every schedule, for timesteps from the first to the last.
-
-    The noise of an image is the same in all of them (eq. 4 with one epsilon): only the schedule differs.
-    """
+    """Draw x_t under every schedule, from the first timestep to the last (eq. 4, with one epsilon for all)."""
     steps = next(iter(schedulers.values())).config.num_train_timesteps
     noise = standard_normal(derive_seed(seed, "dissolving"), torch.arange(len(images)), 0, images.shape[1:])
     columns = -(-len(images) // max(1, int(len(images) ** 0.5)))
