@@ -17,7 +17,7 @@ from common.errors import UserError, user_errors
 from common.files import LOCK_FILE, first_existing, lock, write_atomically
 from common.processes import Processes
 from generation.engine import InferenceSettings, Job, choose_batch_size, divide, generate
-from generation.generate_options import DEFAULT_IMAGES, as_ranges
+from generation.generate_options import DEFAULT_IMAGES, OutputOptions, as_ranges
 from generation.methods import METHOD_SETTINGS
 from generation.pictures import save_grid
 from generation.writers import IMAGES_PER_FOLDER, WRITERS, WRITTEN, ImageWriter, one_line_if_unwritable
@@ -51,18 +51,9 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 class SampleFolder:
     """A folder with one image for each seed, made by one job. The main process keeps its samples.json."""
 
-    def __init__(
-        self,
-        path: Path,
-        job: Job,
-        seeds: Sequence[int],
-        image_format: str = "png",
-        overwrite: bool = False,
-        most_in_grid: int | None = DEFAULT_IMAGES,
-    ):
-        self.path, self.job, self.seeds = path, job, list(seeds)
-        self.image_format, self.overwrite = image_format, overwrite
-        self.layout = job.condition.layout(seeds, most_in_grid)
+    def __init__(self, path: Path, job: Job, seeds: Sequence[int], options: OutputOptions | None = None):
+        self.path, self.job, self.seeds, self.options = path, job, list(seeds), options or OutputOptions()
+        self.layout = job.condition.layout(seeds, None if self.options.gather_grid else DEFAULT_IMAGES)
 
     # What the main process does before there are images.
 
@@ -82,7 +73,7 @@ class SampleFolder:
                     f"--output_dir {self.path}: holds something else than generated images "
                     f"({', '.join(sorted(found)[:3])}); choose an empty or new folder"
                 )
-            self.record_before = None if self.overwrite else read_record(self.path)
+            self.record_before = None if self.options.overwrite else read_record(self.path)
         return self.record_before and self.record_before["batch_size"]
 
     def check(self, settings: InferenceSettings, device: torch.device) -> None:
@@ -97,7 +88,7 @@ class SampleFolder:
             **dict.fromkeys(CONDITION_SETTINGS),
             **self.job.condition.settings,
             **asdict(settings),
-            "format": self.image_format,
+            "format": self.options.format,
         }
         self.record = {
             "model": model.source,
@@ -134,7 +125,7 @@ class SampleFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             lock(self.path)
             self._remove_files()
-            existing = WRITERS[self.image_format](self.path, self.in_subfolders).existing()
+            existing = WRITERS[self.options.format](self.path, self.in_subfolders).existing()
             self.all_seeds = sorted(existing.union(self.seeds))
             self._write_record(len(existing))
         return self.in_subfolders, set(self.seeds) - existing
@@ -142,7 +133,7 @@ class SampleFolder:
     def _remove_files(self) -> None:
         """Remove what a killed process left unfinished and, to overwrite, all that a generation writes."""
         unfinished = [path for path in self.path.rglob(".*.tmp") if path.is_file()]
-        written = [self.path / name for name in (*PICTURES, *WRITTEN, RECORD)] if self.overwrite else []
+        written = [self.path / name for name in (*PICTURES, *WRITTEN, RECORD)] if self.options.overwrite else []
         for path in [*unfinished, *written]:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -163,7 +154,7 @@ class SampleFolder:
 
     def open(self, in_subfolders: bool, missing: set[int]) -> ImageWriter:
         """Open the folder for the images of the missing seeds; the writer that is returned must be closed."""
-        self.missing, self.writer = missing, WRITERS[self.image_format](self.path, in_subfolders)
+        self.missing, self.writer = missing, WRITERS[self.options.format](self.path, in_subfolders)
         return self.writer
 
     def add(self, seeds: list[int], images: torch.Tensor) -> None:

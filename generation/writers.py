@@ -122,9 +122,8 @@ class PngFolder(ImageWriter):
 
 def as_png(image: torch.Tensor) -> bytes:
     """Encode a uint8 image [channels, height, width], of 1, 3 or 4 channels."""
-    pixels = image.permute(1, 2, 0).numpy()
     buffer = io.BytesIO()
-    Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(buffer, format="png")
+    Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy()).save(buffer, format="png")
     return buffer.getvalue()
 
 
@@ -203,8 +202,7 @@ class NpzFile(PartsWriter):
         with written_aside(self.folder / "samples.npz") as aside, zipfile.ZipFile(aside, "w") as archive:
             with archive.open("arr_0.npy", "w", force_zip64=True) as file:
                 for number, (path, places) in enumerate(runs(rows.values())):
-                    with np.load(path) as part:
-                        images = part["arr_0"][places]
+                    images = self._read_images(path, places).permute(0, 2, 3, 1).numpy()
                     if number == 0:
                         header = {"descr": "|u1", "fortran_order": False, "shape": (len(rows), *images.shape[1:])}
                         np.lib.format.write_array_header_1_0(file, header)
@@ -224,11 +222,10 @@ class ParquetFolder(PartsWriter):
         return decode(io.BytesIO(file["bytes"]) for file in files)
 
     def _write_part(self, path: Path, seeds: list[int], images: torch.Tensor) -> None:
-        from datasets import Features, Value
-        from datasets import Image as ImageFeature
+        import datasets
 
         # With what `datasets` needs to know that the bytes are images.
-        schema = Features({"image": ImageFeature(), "seed": Value("int64")}).arrow_schema
+        schema = datasets.Features({"image": datasets.Image(), "seed": datasets.Value("int64")}).arrow_schema
         files = [{"bytes": as_png(image), "path": f"{seed:06d}.png"} for seed, image in zip(seeds, images, strict=True)]
         parquet.write_table(pyarrow.Table.from_pydict({"image": files, "seed": seeds}, schema=schema), path)
 

@@ -53,19 +53,14 @@ def dissolving_frames(images: torch.Tensor, schedulers: dict[str, ExactDDPMSched
 
 def save_animation(frames: list[Image.Image], path: Path) -> Path:
     """Write an endless GIF that rests on its first and last frame."""
-    palette = _common_palette(frames)
+    # One palette for all frames, so that colours do not flicker, with a true white for the paper.
+    some = [np.asarray(frame) for frame in (frames[0], frames[len(frames) // 4], frames[-1])]
+    palette = Image.fromarray(np.concatenate(some)).quantize(COLOURS)
+    colours = np.array(palette.getpalette()).reshape(-1, 3)
+    colours[colours.min(1) >= NEARLY_WHITE] = 255
+    palette.putpalette(colours.flatten().tolist())
     first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     durations = [PAUSE_MILLISECONDS, *[MILLISECONDS] * (len(frames) - 2), PAUSE_MILLISECONDS]
     with written_aside(path) as aside:
         first.save(aside, "GIF", save_all=True, append_images=others, duration=durations, loop=0)
     return path
-
-
-def _common_palette(frames: list[Image.Image]) -> Image.Image:
-    """Choose one palette for all frames, so that colours do not flicker, with a true white for the paper."""
-    between = [np.asarray(frame) for frame in (frames[0], frames[len(frames) // 4], frames[-1])]
-    palette = Image.fromarray(np.concatenate(between)).quantize(COLOURS)
-    colours = np.array(palette.getpalette()).reshape(-1, 3)
-    colours[colours.min(1) >= NEARLY_WHITE] = 255
-    palette.putpalette(colours.flatten().tolist())
-    return palette
