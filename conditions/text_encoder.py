@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load_file
 
 from common.errors import UserError, first_line, user_errors
 from common.files import save_safetensors
@@ -104,8 +105,6 @@ class EncodedCaptions:
     """The token states of captions, in a file of `encode_once` that processes share: it is mapped into memory."""
 
     def __init__(self, file: Path):
-        from safetensors.torch import load_file
-
         tensors = load_file(file)
         self._states, self._offsets = tensors["states"], tensors["offsets"]
         self._longest = int(self._offsets.diff().max())

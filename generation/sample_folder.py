@@ -103,9 +103,8 @@ class SampleFolder:
         if self.record_before is None:
             return
         before, now = self.record_before, self.record
-        differences = [
-            f"{name} {before.get(name)} -> {now[name]}" for name in must_agree if before.get(name) != now[name]
-        ]
+        different = [name for name in must_agree if before.get(name) != now[name]]
+        differences = [f"{name} {before.get(name)} -> {now[name]}" for name in different]
         if differences:
             raise UnusableFolder(
                 f"{self.path} holds images made with other settings ({'; '.join(differences)}): choose another "
@@ -181,11 +180,10 @@ def complete_folders(
     All processes must call it. To be stopped means to keep what is whole; the same call continues with what is missing.
     """
     with interruption.deferred(), ExitStack() as writers:
-        known = [folder.claim() for folder in folders] if processes.is_main else []
+        found = [folder.claim() for folder in folders] if processes.is_main else []
         # With the batch size of the images that are there, the others get the bits that they would have had.
-        batch_size = processes.broadcast(settings.batch_size or next(filter(None, known), None))
-        if batch_size is None:
-            batch_size = choose_batch_size(folders[0].job, len(folders[0].seeds), processes, settings)
+        known = processes.broadcast(settings.batch_size or next(filter(None, found), None))
+        batch_size = known or choose_batch_size(folders[0].job, len(folders[0].seeds), processes, settings)
         settings = replace(settings, batch_size=batch_size)
         for folder in folders if processes.is_main else []:
             folder.check(settings, processes.device)
@@ -193,16 +191,14 @@ def complete_folders(
         batches, folder_of = [], {folder.job: folder for folder in folders}
         for folder, (in_subfolders, missing) in zip(folders, processes.broadcast(begun), strict=True):
             writers.enter_context(folder.open(in_subfolders, missing))
-            batches += [
-                (folder.job, batch) for batch in divide(folder.seeds, batch_size) if missing.intersection(batch)
-            ]
+            all_batches = divide(folder.seeds, batch_size)
+            batches += [(folder.job, batch) for batch in all_batches if missing.intersection(batch)]
         missing = sum(len(folder.missing) for folder in folders)
         logger.info("%d of %d images are missing", missing, sum(len(folder.seeds) for folder in folders))
         for job, batch, images in generate(batches, processes, settings):
             folder_of[job].add(batch, images)
         for folder in folders:
             folder.complete(processes)
-    if processes.is_main:  # the others need not wait for it
-        for folder in folders:
-            save_grid(folder.shown, folder.layout, folder.path / "grid.png")
+    for folder in folders if processes.is_main else []:  # the others need not wait for it
+        save_grid(folder.shown, folder.layout, folder.path / "grid.png")
     return settings
