@@ -177,7 +177,7 @@ def as_json(value: object) -> str:
 
 
 def verify(folder: Path, parts: tuple[str, ...] = ("",)) -> dict[str, str]:
-    """Return the hash of every file; InvalidCheckpoint unless each has the size and hash it was written with.
+    """Return the hash of every file; raise InvalidCheckpoint unless each has the size and hash it was written with.
 
     `parts` are the beginnings of the names to look at, for readers that need only some of the files.
     """
@@ -310,7 +310,7 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
         for kind, network in networks_of(state).items():
             network.load_state_dict(read(f"{NETWORK_FOLDERS[kind]}/{WEIGHTS}"))
         load_optimizer_tensors(state, read("optimizer.safetensors"))
-        # What one timestep sampler has learned says nothing to another.
+        # The state of one timestep sampler is of no use to another.
         if numbers["settings"]["timestep_sampler"] == state.settings["timestep_sampler"]:
             state.loss.load_state_dict(read("sampler.safetensors"))
     except (RuntimeError, FileNotFoundError, KeyError, ValueError) as error:

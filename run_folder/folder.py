@@ -42,7 +42,7 @@ BYTES_PER_PARAMETER = 16
 
 
 class RunFolder:
-    """A run on the disk. It alone knows the names of its files; who wants one asks for it here."""
+    """A run on the disk. No other module knows the names of its files."""
 
     def __init__(self, path: Path | str):
         self.path = path = Path(path)
@@ -73,9 +73,7 @@ class RunFolder:
             known = {entry.name for entry in fields(kind)}
             return kind(**{name: value for name, value in values.items() if name in known})
         except OSError as error:
-            raise UserError(
-                f"{self.path} is not a run: {self.config_file.name} cannot be read ({error.strerror})"
-            ) from error
+            raise UserError(f"{self.path} is not a run: {CONFIG} cannot be read ({error.strerror})") from error
         except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError) as error:
             raise UserError(f"{self.config_file} is not what a training wrote there") from error
 
@@ -112,8 +110,9 @@ class RunFolder:
         try:
             shutil.rmtree(aside, ignore_errors=True)
             pipeline.save_pretrained(aside, safe_serialization=True)
-            index = aside / self.pipeline_file.name
-            index.write_text(json.dumps(json.loads(index.read_text()) | entries, indent=2) + "\n", encoding="utf-8")
+            index = aside / PIPELINE
+            entries = json.loads(index.read_text(encoding="utf-8")) | entries
+            index.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
             for part in ("unet", "scheduler"):
                 replace_folder(aside / part, self.path / part)
                 interruption.fault_point("pipeline")

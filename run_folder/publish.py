@@ -1,7 +1,7 @@
-"""What leaves a run's folder: the model card, and the push to the Hugging Face Hub.
+"""The model card of a run, and the push to the Hugging Face Hub.
 
-A push comes last and must not be what loses a run. What passes is tried again; whatever else goes wrong becomes one
-warning that names the folder the run is safe in and the command that pushes it later.
+A push comes last and must never cost the run. Transient failures are retried; any other becomes one warning that names
+the folder where the run is safe and the command that pushes it later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# An allow-list: a checkpoint with its optimiser is several times the model, and of no use to who loads the model.
+# An allow-list: a checkpoint with its optimiser is several times the model, and useless to whoever loads the model.
 UPLOADED = [*PUSHED, *(f"{folder}/**" for folder in PIPELINE_FOLDERS), f"{SAMPLES}/*.png"]
 # The Hub matches a whole path with fnmatch, whose * crosses slashes: these hold two of the patterns to one folder.
 NOT_UPLOADED = [f"*/{PICTURES}", f"{SAMPLES}/*/*"]
@@ -130,7 +130,7 @@ def load_call(repo_id: str) -> str:
 
 
 def hyper_parameters(config: TrainingConfig) -> dict[str, object]:
-    """What was trained and how; where it was stored and who pushed it is nobody's business."""
+    """Return what was trained and how; where it was stored and who pushed it is nobody's business."""
     values = values_of(config, lambda facts: facts.saved and facts.on_card)
     return {name: value for name, value in values.items() if value is not None and value != []}
 

@@ -1,4 +1,4 @@
-"""From what a user names to saved networks: a run, checkpoints of it, a pipeline's folder or one on the Hub."""
+"""Saved networks, found by what the user names: a run, checkpoints of it, a pipeline's folder or one on the Hub."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class SavedModel:
 
     name: str  # what the user calls it
     path: Path  # the checkpoint's or the pipeline's folder
-    home: Path  # where what is made from it goes by default: the run's folder
+    home: Path  # the run's folder, where generated images go by default
     step: int | None
-    weights: str  # "ema", "raw", or "pipeline" when nothing tells
+    weights: str  # "ema", "raw", or "pipeline" if it is not known which
     train_seconds: float | None
     sha256: str  # of the weights' file
     network_folder: Path
@@ -160,7 +160,7 @@ def _folder_of(model: str) -> Path:
     try:
         if isinstance(DiffusionPipeline.load_config(model)["_class_name"], str):
             return Path(DiffusionPipeline.download(model))
-        # It names a class of its own, such as ours. What is needed of it is data: no code is fetched or trusted.
+        # It names a class of its own, such as ours. Only its data is needed: no code is fetched or trusted.
         parts = ["*.json", *(f"{folder}/*" for folder in PIPELINE_FOLDERS)]
         return Path(snapshot_download(model, allow_patterns=parts))
     except Exception as error:  # of the Hub, of the network, or of a repository that holds something else

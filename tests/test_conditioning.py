@@ -331,9 +331,10 @@ class TwoMilestones(Milestones):
         self.image_steps, self.model_steps, self.output_dir = 7, None, "run"
         self.saved = []
         self.writer = SimpleNamespace(save=lambda state: self.saved.append(state.step), finish=lambda state: None)
-        self.tracking = SimpleNamespace(
+        tracking = SimpleNamespace(
             paused=nullcontext, clock=SimpleNamespace(train_seconds=1.0), log_density=lambda density, step: None
         )
+        self.run = SimpleNamespace(tracking=tracking)
         self.processes = SimpleNamespace(
             count=2, is_main=True, barrier=lambda: None, all_gather=lambda digest: [digest, digest_of(other)]
         )
@@ -348,10 +349,11 @@ def two_states() -> list[SimpleNamespace]:
     networks, averages = ([torch.nn.Linear(3, 3) for _ in range(2)] for _ in range(2))
     for pair in (networks, averages):
         pair[1].load_state_dict(pair[0].state_dict())
-    timesteps = SimpleNamespace(sampler=SimpleNamespace(describe=dict))
+    updates = [SimpleNamespace(ema=SimpleNamespace(ema_model=average)) for average in averages]
+    loss = SimpleNamespace(sampler=SimpleNamespace(describe=dict))
     return [
-        SimpleNamespace(step=7, unet=network, ema=SimpleNamespace(ema_model=average), timesteps=timesteps)
-        for network, average in zip(networks, averages, strict=True)
+        SimpleNamespace(step=7, unet=network, update=update, loss=loss)
+        for network, update in zip(networks, updates, strict=True)
     ]
 
 
@@ -364,7 +366,7 @@ def change_one_bit(network: torch.nn.Linear) -> None:
 def test_processes_that_no_longer_agree_save_nothing(kept, two_states):
     here = TwoMilestones(two_states[1])
     here.check_replicas(two_states[0])
-    change_one_bit(two_states[1].unet if kept == "unet" else two_states[1].ema.ema_model)
+    change_one_bit(two_states[1].unet if kept == "unet" else two_states[1].update.ema.ema_model)
     with pytest.raises(RunFailed, match="step 7: the weights of process 1 .*checkpoint-3"):
         here.check_replicas(two_states[0])
 
@@ -373,10 +375,10 @@ def test_processes_must_also_agree_where_a_stop_breaks_off_a_grid(two_states):
     """At a step that is no checkpoint."""
     here = TwoMilestones(two_states[1])
     with pytest.raises(Interrupted, match="saved at step 7"):
-        here.reach(two_states[0], finished=False, stopped=False)
-    change_one_bit(two_states[1].ema.ema_model)
+        here.after_step(two_states[0], ending=None)
+    change_one_bit(two_states[1].update.ema.ema_model)
     with pytest.raises(RunFailed, match="step 7: the weights of process 1"):
-        here.reach(two_states[0], finished=False, stopped=False)
+        here.after_step(two_states[0], ending=None)
     assert here.saved == [7]
 
 
