@@ -139,7 +139,7 @@ class RunningNetwork:
         """Return the images of at most a batch of seeds, uint8, on the CPU."""
         job, device = self.job, self.processes.device
         padded = seeds + [seeds[-1]] * (self.settings.batch_size - len(seeds))
-        with self._user_error_without_memory(), self.processes.accelerator.autocast():
+        with self._user_error_if_out_of_memory(), self.processes.accelerator.autocast():
             predict = job.condition.predict_for(self.network, padded)
             on_device = torch.tensor(padded, device=device)
             samples = denoise(predict, job.method, on_device, job.model.shape, on_step, initial_noise)
@@ -149,7 +149,7 @@ class RunningNetwork:
         """Run the network, which may take long at first, and log how long such passes will take for the batches."""
         batch_size = self.settings.batch_size
         kinds = (Exception,) if self.settings.compile else ()  # whatever is missing on this machine for it
-        with user_errors("--compile: not possible here", *kinds), self._user_error_without_memory():
+        with user_errors("--compile: not possible here", *kinds), self._user_error_if_out_of_memory():
             seconds = self.seconds_per_pass(batch_size)
         passes_per_second = sum(1 / of_one for of_one in self.processes.all_gather(seconds))
         passes, images = sum(len(job.method.timesteps) for job, _ in batches), sum(len(seeds) for _, seeds in batches)
@@ -170,7 +170,7 @@ class RunningNetwork:
                 self.processes.synchronize_device()
         return time.perf_counter() - start
 
-    def _user_error_without_memory(self) -> AbstractContextManager[None]:
+    def _user_error_if_out_of_memory(self) -> AbstractContextManager[None]:
         flag, device = f"--batch_size {self.settings.batch_size}", self.processes.device
         return user_errors(
             f"{flag}: does not fit in the memory of {device}; choose a smaller one", torch.OutOfMemoryError
