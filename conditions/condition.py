@@ -48,6 +48,7 @@ class Condition:
     settings: dict[str, object] = {}  # what makes another run of this one
     description: dict[str, object] | None = None  # for those who generate images; saved as JSON
     # For training alone.
+    pipeline_entries: dict[str, object] = {}  # how `model_index.json` differs from that of a DDPMPipeline
     parts: dict[str, Any] = {}  # of the pipeline, besides network and scheduler: a text encoder and its tokenizer
     sampler: RowSampler | None = None
     balanced_labels: torch.Tensor | None = None  # the class of every image, if all classes are to come equally often
@@ -55,10 +56,6 @@ class Condition:
 
     def inputs(self, rows: torch.Tensor, of_grid: bool = False) -> dict[str, torch.Tensor]:
         """Return the arguments of the network for these rows of the table, or of a sample grid."""
-        return {}
-
-    def pipeline_entries(self) -> dict[str, object]:
-        """Return how `model_index.json` differs from that of a DDPMPipeline."""
         return {}
 
     def draw(self, images: torch.Tensor, step: int) -> torch.Tensor:
@@ -78,34 +75,35 @@ class ClassCondition(Condition):
         self.network = {"num_class_embeds": len(names) + 1}
         self.settings = {"class_names": names}
         self.description = {"condition": "class", "class_names": names, "dropout": dropout}
+        self.pipeline_entries = {
+            "_class_name": [PIPELINE_CODE.stem, "ClassConditionalDDPMPipeline"],
+            "id2label": {str(label): name for label, name in enumerate(names)},
+        }
         self._grid_labels = torch.tensor(grid_labels)
         self.rows_of_grid = [names[label] for label in grid_labels]
 
     def inputs(self, rows: torch.Tensor, of_grid: bool = False) -> dict[str, torch.Tensor]:
         return {"class_labels": self._grid_labels[rows] if of_grid else rows}
 
-    def pipeline_entries(self) -> dict[str, object]:
-        return {
-            "_class_name": [PIPELINE_CODE.stem, "ClassConditionalDDPMPipeline"],
-            "id2label": {str(label): name for label, name in enumerate(self.settings["class_names"])},
-        }
-
 
 class TextCondition(Condition):
     """A caption, as the token states that a frozen encoder makes of it. `grid` is the table of the grid's prompts."""
 
     def __init__(
-        self, table: CaptionTable, description: dict[str, object], null_row: int = 0, grid: CaptionTable | None = None
+        self,
+        table: CaptionTable,
+        description: dict[str, object],
+        null_row: int = 0,
+        grid: CaptionTable | None = None,
+        parts: dict[str, Any] | None = None,
     ):
-        self._table, self._grid, self.null_row = table, grid, null_row
+        self._table, self._grid, self.null_row, self.parts = table, grid, null_row, parts or {}
         self.description, self.rows_of_grid = description, description["prompts"]
         self.settings = {"encoder": description["encoder"]}
         self.network = {"cross_attention_dim": table(torch.tensor([null_row]))[0].shape[2]}
+        types = {name: ["transformers", type(part).__name__] for name, part in self.parts.items()}
+        self.pipeline_entries = {"_class_name": [PIPELINE_CODE.stem, "TextToImageDDPMPipeline"], **types}
 
     def inputs(self, rows: torch.Tensor, of_grid: bool = False) -> dict[str, torch.Tensor]:
         states, mask = (self._grid if of_grid else self._table)(rows)
         return {"encoder_hidden_states": states, "encoder_attention_mask": mask}
-
-    def pipeline_entries(self) -> dict[str, object]:
-        types = {name: ["transformers", type(part).__name__] for name, part in self.parts.items()}
-        return {"_class_name": [PIPELINE_CODE.stem, "TextToImageDDPMPipeline"], **types}

@@ -228,7 +228,7 @@ class Milestones:
         unet = state.unet if state.update.ema is None else state.update.ema.ema_model
         pipeline = DDPMPipeline(unet=unet, scheduler=self.run.process.plain())
         try:
-            RunFolder(self.output_dir).write_pipeline(pipeline, self.run.condition.pipeline_entries())
+            RunFolder(self.output_dir).write_pipeline(pipeline, self.run.condition.pipeline_entries)
         except Exception as error:  # safetensors reports a full disk in its own way; the checkpoint comes next
             logger.warning("The pipeline in %s could not be written: %s", self.output_dir, describe(error))
 
