@@ -146,7 +146,7 @@ class Milestones:
         # Every process has as many; some come twice where needed.
         per_process, device = -(-self.num_samples // self.processes.count), self.processes.device
         seeds = (torch.arange(per_process) * self.processes.count + self.processes.index) % self.num_samples
-        inputs = self.run.condition.inputs_of_grid(seeds // self.columns)
+        inputs = self.run.condition.inputs(seeds // self.columns, of_grid=True)
         return seeds.to(device), {name: value.to(device) for name, value in inputs.items()}
 
     def draw_samples(self, state: TrainingState) -> bool:
@@ -207,7 +207,7 @@ class Milestones:
         *_, unet = networks_of(state).values()  # the moving average, if there is one
         pipeline = DDPMPipeline(unet=unet, scheduler=state.loss.process.plain())
         try:
-            self.folder.write_pipeline(pipeline, self.run.condition.pipeline_entries())
+            self.folder.write_pipeline(pipeline, self.run.condition.pipeline_entries)
         except Exception as error:  # safetensors reports a full disk in its own way; the checkpoint comes next
             logger.warning("The pipeline in %s could not be written: %s", self.folder.path, reason_of(error))
 
