@@ -79,12 +79,13 @@ def main() -> None:
 
 def draw_diffusion(options: Options) -> list[Path]:
     """Draw the schedules on images and as curves, every timestep sampler, and every loss weighting."""
-    from image_data.sources import DIGITS, NamedDataset, load_images
+    from image_data.data_options import DataOptions
+    from image_data.sources import DIGITS, load_images
     from schedulers.ddpm import build_scheduler
     from visualization import diffusion, dissolving
 
     no_data = options.dataset_name is None and options.train_data_dir is None
-    choice = NamedDataset(
+    data = DataOptions(
         dataset_name=DIGITS if no_data else options.dataset_name,
         dataset_config_name=options.dataset_config_name,
         train_data_dir=options.train_data_dir,
@@ -92,7 +93,7 @@ def draw_diffusion(options: Options) -> list[Path]:
         cache_dir=options.cache_dir,
         max_train_samples=options.num_images,
     )
-    images = dissolving.decode_images(load_images(choice), options.resolution)
+    images = dissolving.decode_images(load_images(data), options.resolution)
     schedulers = {name: build_scheduler(name, options.ddpm_num_steps) for name in options.schedules}
     folder = make_output_dir(options)
     frames = dissolving.dissolving_frames(images, schedulers, options.seed)

@@ -104,7 +104,6 @@ class EvaluationOptions(OutputOptions, FeatureOptions, ReferenceOptions, RunOpti
     """All options of an evaluation."""
 
     allow_tf32: ClassVar[bool] = False  # numbers are compared
-    max_train_samples: ClassVar[None] = None  # the whole split is the reference
 
 
 SOURCES = ("generated", "run_dir", "compare")

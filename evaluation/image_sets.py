@@ -16,9 +16,10 @@ import torch
 from common.errors import UserError, user_errors
 from common.files import sha256
 from generation.sample_folder import RECORD
+from image_data.data_options import DataOptions
 from image_data.decode import UndecodableImage, decode_image, is_grey, stored_size, upright_size
-from image_data.sources import NamedDataset, load_images, spread
-from image_data.workers import load_in_workers
+from image_data.sources import load_images, spread
+from image_data.workers import map_in_workers
 
 if TYPE_CHECKING:
     from common.processes import Processes
@@ -83,7 +84,7 @@ class EncodedImages:
     def without_bad(self, num_workers: int) -> EncodedImages:
         """Leave out what cannot be decoded, which takes decoding everything once."""
         parts = torch.arange(len(self.files)).split(DECODED_AT_A_TIME)
-        decodable = [row for rows in load_in_workers(_Mapped(self._decodable), parts, num_workers) for row in rows]
+        decodable = [row for rows in map_in_workers(self._decodable, parts, num_workers) for row in rows]
         if not decodable:
             raise UserError(f"none of the {len(self.files)} images of {self.name} can be decoded")
         for row in sorted(set(range(len(self.files))) - set(decodable)):
@@ -199,7 +200,7 @@ def open_images(path: str, flag: str, resolution: int | None = None) -> ImageSet
             raise UserError(f"{flag} {path}: there are no images in this folder yet; generate.py makes them")
         return open_images(str(parts[0]), flag, resolution)
     if any(found.rglob("*.parquet")) or (found / "dataset_info.json").exists() or (found / "state.json").exists():
-        return EncodedImages(load_images(NamedDataset(str(found))), resolution)
+        return EncodedImages(load_images(DataOptions(str(found))), resolution)
     files = FolderFiles(found)
     if len(files) == 0:
         raise UserError(f"{flag} {path}: there are no images in this folder ({found.resolve()})")
@@ -228,25 +229,10 @@ def batches_of(
     if processes is not None:
         parts = parts[processes.index :: processes.count]
     num_workers = num_workers if isinstance(images, EncodedImages) else 0
-    decode = _Mapped(partial(_decode_batch, images))
-    for part, pixels in zip(parts, load_in_workers(decode, parts, num_workers), strict=True):
-        if isinstance(pixels, UserError):
-            raise pixels
+    decoded = map_in_workers(partial(_decode_batch, images), parts, num_workers)
+    for part, pixels in zip(parts, decoded, strict=True):
         yield part, torch.from_numpy(pixels)
 
 
-def _decode_batch(images: ImageSet, part: torch.Tensor) -> np.ndarray | UserError:
-    try:
-        return np.stack([images.pixels(index) for index in part.tolist()])
-    except UserError as error:
-        return error  # raised in a worker, it would arrive wrapped in a traceback
-
-
-class _Mapped:
-    """A function for `load_in_workers` to call on each item."""
-
-    def __init__(self, function: Callable[[torch.Tensor], Any]):
-        self.function = function
-
-    def __getitem__(self, item: torch.Tensor) -> Any:
-        return self.function(item)
+def _decode_batch(images: ImageSet, part: torch.Tensor) -> np.ndarray:
+    return np.stack([images.pixels(index) for index in part.tolist()])

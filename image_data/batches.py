@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from common.errors import UserError
 from common.randomness import generator_for
 from image_data.store import StreamedImages
-from image_data.workers import load_in_workers
+from image_data.workers import map_in_workers
 
 if TYPE_CHECKING:
     from common.processes import Processes
@@ -143,14 +142,16 @@ class TrainingBatches:
 
     def from_step(self, first_step: int) -> Iterator[Batch]:
         """Yield this process's share of each step without end. Closing the iterator ends the worker processes."""
-        loading = load_in_workers(_Steps(self), itertools.count(first_step), self._num_workers)
+        loading = map_in_workers(self._load, itertools.count(first_step), self._num_workers)
         for step, loaded in enumerate(loading, start=first_step):
-            if isinstance(loaded, UserError):
-                raise loaded
             images, indices = map(torch.from_numpy, loaded)
             mine = self.positions
             rows = self.condition.draw(indices, step)[mine]
             yield Batch(step, images, indices[mine], mine, rows, self.passes)
+
+    def _load(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        indices = self.indices(step)
+        return self.crops(step, indices).numpy(), indices.numpy()
 
     def crops(self, step: int, indices: torch.Tensor) -> torch.Tensor:
         """Crop and flip this process's images of a step, of whose global batch these are the indices."""
@@ -161,15 +162,3 @@ class TrainingBatches:
             flips = torch.rand(self.total_batch_size, generator=generator_for(self.seed, "flip", step))[mine] < 0.5
             images[flips] = images[flips].flip(-1)
         return images
-
-
-class _Steps(Dataset):
-    def __init__(self, batches: TrainingBatches) -> None:
-        self.batches = batches
-
-    def __getitem__(self, step: int) -> tuple[np.ndarray, np.ndarray] | UserError:
-        try:
-            indices = self.batches.indices(step)
-            return self.batches.crops(step, indices).numpy(), indices.numpy()
-        except UserError as error:
-            return error  # raised in a worker, it would arrive wrapped in a traceback

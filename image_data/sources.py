@@ -6,11 +6,12 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.errors import UserError, first_cause
+from image_data.data_options import DataOptions
 from image_data.decode import UndecodableImage, errors_as_undecodable, is_grey
 
 if TYPE_CHECKING:
@@ -21,29 +22,6 @@ if TYPE_CHECKING:
 DIGITS = "digits"
 BRIGHTEST_DIGIT = 16  # scikit-learn keeps grey levels from 0 to 16
 SAMPLED_FOR_CHANNELS = 256
-
-
-class DatasetChoice(Protocol):
-    """The options that name a data set, whichever script they belong to."""
-
-    dataset_name: str | None
-    dataset_config_name: str | None
-    train_data_dir: str | None
-    image_column: str | None
-    cache_dir: str | None
-    max_train_samples: int | None
-
-
-@dataclass(frozen=True)
-class NamedDataset:
-    """A `DatasetChoice` for callers without options of that kind."""
-
-    dataset_name: str | None = None
-    dataset_config_name: str | None = None
-    train_data_dir: str | None = None
-    image_column: str | None = None
-    cache_dir: str | None = None
-    max_train_samples: int | None = None
 
 
 @dataclass
@@ -104,35 +82,35 @@ class ImageSource:
         return 1 if readable else 3
 
 
-def open_source(choice: DatasetChoice, processes: "Processes") -> ImageSource:
+def open_source(options: DataOptions, processes: "Processes") -> ImageSource:
     """Open the images of a run; the main process of each machine goes first, and downloads what is missing."""
     from datasets.utils.logging import disable_progress_bar
 
     if not processes.is_local_main:
         disable_progress_bar()
     with processes.main_first():
-        return load_images(choice)
+        return load_images(options)
 
 
-def load_images(choice: DatasetChoice, split: str = "train") -> ImageSource:
+def load_images(options: DataOptions, split: str = "train") -> ImageSource:
     """Open the images a user names. Nothing is decoded yet.
 
     `dataset_name` is "digits", a local folder in any layout that `datasets` reads, or a data set on the Hub;
     `train_data_dir` is a folder of images. `max_train_samples` keeps that many rows, evenly spread: folders are sorted
     by class, and the first rows would be of one class alone.
     """
-    if choice.max_train_samples is not None and choice.max_train_samples < 1:
-        raise UserError(f"--max_train_samples {choice.max_train_samples} must be 1 or more")
-    name, splits = _load_splits(choice, split)
+    if options.max_train_samples is not None and options.max_train_samples < 1:
+        raise UserError(f"--max_train_samples {options.max_train_samples} must be 1 or more")
+    name, splits = _load_splits(options, split)
     if split not in splits:
         raise UserError(f"{name} has no split '{split}'; it has: {', '.join(splits)}")
     dataset = splits[split]
     if len(dataset) == 0:
         raise UserError(f"{name}[{split}] is empty")
-    image_column = _find_image_column(dataset, choice.image_column, f"{name}[{split}]")
+    image_column = _find_image_column(dataset, options.image_column, f"{name}[{split}]")
     # `datasets` derives it from the files' names and modification times, from the Hub's commit, or from the content.
     fingerprint = dataset._fingerprint
-    rows = spread(len(dataset), choice.max_train_samples or len(dataset))
+    rows = spread(len(dataset), options.max_train_samples or len(dataset))
     if len(rows) < len(dataset):
         dataset = dataset.select(rows)
     identity = (fingerprint, split, image_column, len(rows))
@@ -151,19 +129,19 @@ def spread(total: int, count: int) -> Sequence[int]:
     return range(total) if count >= total else [position * total // count for position in range(count)]
 
 
-def _load_splits(choice: DatasetChoice, split: str) -> "tuple[str, dict[str, Dataset] | DatasetDict]":
+def _load_splits(options: DataOptions, split: str) -> "tuple[str, dict[str, Dataset] | DatasetDict]":
     """Return the data set's name and its splits; a folder that has none becomes `split`."""
-    dataset_name, folder = choice.dataset_name, choice.train_data_dir
+    dataset_name, folder = options.dataset_name, options.train_data_dir
     if (dataset_name is None) == (folder is None):
         raise UserError("name the images with either --dataset_name or --train_data_dir, and not with both")
     if folder is not None:
-        return Path(folder).resolve().name, _load_image_folder(folder, split, choice.cache_dir)
+        return Path(folder).resolve().name, _load_image_folder(folder, split, options.cache_dir)
     if dataset_name == DIGITS:
         return DIGITS, {"train": load_digits()}
     path = Path(dataset_name).expanduser()
     if path.exists() or dataset_name.startswith((".", "/", "~")) or dataset_name.count("/") > 1:
-        return path.resolve().name, _load_local_folder(choice, split)
-    return dataset_name, _load_from_hub(choice)
+        return path.resolve().name, _load_local_folder(options, split)
+    return dataset_name, _load_from_hub(options)
 
 
 def load_digits() -> "Dataset":
@@ -240,29 +218,29 @@ def _split_folders(path: str) -> dict[str, str]:
     return {split_of[folder.lower()]: os.path.join(path, folder) for folder in sorted(folders)}
 
 
-def _load_local_folder(choice: DatasetChoice, split: str) -> "dict[str, Dataset] | DatasetDict":
+def _load_local_folder(options: DataOptions, split: str) -> "dict[str, Dataset] | DatasetDict":
     """Load a folder as `datasets` reads it: parquet, CSV, images and more, or what `save_to_disk` wrote."""
     import datasets
 
-    path = _existing_folder(choice.dataset_name, "--dataset_name")
+    path = _existing_folder(options.dataset_name, "--dataset_name")
     try:
         if Path(path, datasets.config.DATASET_STATE_JSON_FILENAME).exists():
             return {split: datasets.load_from_disk(path)}
         if Path(path, datasets.config.DATASETDICT_JSON_FILENAME).exists():
             return datasets.load_from_disk(path)
-        return datasets.load_dataset(path, choice.dataset_config_name, cache_dir=choice.cache_dir)
+        return datasets.load_dataset(path, options.dataset_config_name, cache_dir=options.cache_dir)
     except datasets.data_files.EmptyDatasetError as error:
-        raise UserError(f"--dataset_name {choice.dataset_name}: there are no data in this folder ({path})") from error
+        raise UserError(f"--dataset_name {options.dataset_name}: there are no data in this folder ({path})") from error
     except Exception as error:
-        raise UserError(f"--dataset_name {choice.dataset_name} cannot be read: {_root_cause(error)}") from error
+        raise UserError(f"--dataset_name {options.dataset_name} cannot be read: {_root_cause(error)}") from error
 
 
-def _load_from_hub(choice: DatasetChoice) -> "DatasetDict":
+def _load_from_hub(options: DataOptions) -> "DatasetDict":
     import datasets
 
-    name = choice.dataset_name
+    name = options.dataset_name
     try:
-        return datasets.load_dataset(name, choice.dataset_config_name, cache_dir=choice.cache_dir)
+        return datasets.load_dataset(name, options.dataset_config_name, cache_dir=options.cache_dir)
     except Exception as error:
         offline = "; HF_HUB_OFFLINE is set" if datasets.config.HF_HUB_OFFLINE else ""
         raise UserError(

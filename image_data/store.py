@@ -17,7 +17,7 @@ import shutil
 import uuid
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from safetensors.numpy import save
 from common.errors import UserError
 from common.files import default_cache_dir, sync, write_atomically
 from common.machine import default_num_workers
+from image_data.data_options import DataOptions
 from image_data.decode import UndecodableImage, decode_image, stored_size
 from image_data.sources import ImageSource, spread
 from image_data.workers import map_in_chunks
@@ -43,19 +44,6 @@ SAMPLED_HEADERS = 64
 MOST_LISTED = 20
 
 
-class ImageOptions(Protocol):
-    """The options of a run that say what its images become and how they are kept."""
-
-    resolution: int
-    channels: str  # a number, or "auto"
-    center_crop: bool
-    random_flip: bool
-    in_memory_limit_gb: float
-    dataloader_num_workers: int | None
-    on_bad_image: Literal["fail", "skip"]
-    cache_dir: str | None
-
-
 @dataclass(frozen=True)
 class TrainingImages:
     """The images of a run, and the processes that decode them if they do not fit into memory."""
@@ -67,7 +55,7 @@ class TrainingImages:
 
 
 def load_training_images(
-    options: ImageOptions, source: ImageSource, processes: "Processes | None" = None
+    options: DataOptions, source: ImageSource, processes: "Processes | None" = None
 ) -> TrainingImages:
     """Decode the images of a data set as the options want them, or find them decoded in the cache.
 
