@@ -17,7 +17,7 @@ from common.errors import UserError, user_errors
 from common.files import sha256
 from generation.sample_folder import RECORD
 from image_data.data_options import DataOptions
-from image_data.decode import UndecodableImage, decode_image, is_grey, stored_size, upright_size
+from image_data.decode import UndecodableImage, decode_image, is_grey, upright_size
 from image_data.sources import load_images, spread
 from image_data.workers import map_in_workers
 
@@ -114,8 +114,7 @@ class EncodedImages:
             return True  # whether that is an error is decided when it is decoded
 
     def _decode(self, data: bytes) -> np.ndarray:
-        resolution = self.resolution or min(stored_size(data))
-        return decode_image(data, self.channels, resolution, center_crop=self.resolution is not None)
+        return decode_image(data, self.channels, self.resolution, center_crop=self.resolution is not None)
 
     def _decodable(self, rows: torch.Tensor) -> list[int]:
         found = []

@@ -1,5 +1,6 @@
 """From what a user names (a Hub id, a folder, "digits") to rows of image files."""
 
+import contextlib
 import glob
 import hashlib
 import os
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from common.processes import Processes
 
 DIGITS = "digits"
-BRIGHTEST_DIGIT = 16  # scikit-learn keeps grey levels from 0 to 16
 SAMPLED_FOR_CHANNELS = 256
 
 
@@ -71,14 +71,12 @@ class ImageSource:
 
     def detect_channels(self) -> int:
         """Return 1 if all images of an even sample are grey, otherwise 3."""
-        readable = 0
+        readable = False
         for index in spread(len(self), SAMPLED_FOR_CHANNELS):
-            try:
+            with contextlib.suppress(UndecodableImage):  # whether that is an error is decided when they are prepared
                 if not is_grey(self.read(index)):
                     return 3
-                readable += 1
-            except UndecodableImage:
-                continue  # whether that is an error is decided when the images are prepared
+                readable = True
         return 1 if readable else 3
 
 
@@ -99,29 +97,30 @@ def load_images(options: DataOptions, split: str = "train") -> ImageSource:
     `train_data_dir` is a folder of images. `max_train_samples` keeps that many rows, evenly spread: folders are sorted
     by class, and the first rows would be of one class alone.
     """
+    import datasets
+
     if options.max_train_samples is not None and options.max_train_samples < 1:
         raise UserError(f"--max_train_samples {options.max_train_samples} must be 1 or more")
     name, splits = _load_splits(options, split)
     if split not in splits:
         raise UserError(f"{name} has no split '{split}'; it has: {', '.join(splits)}")
-    dataset = splits[split]
+    dataset, where = splits[split], f"{name}[{split}]"
     if len(dataset) == 0:
-        raise UserError(f"{name}[{split}] is empty")
-    image_column = _find_image_column(dataset, options.image_column, f"{name}[{split}]")
+        raise UserError(f"{where} is empty")
+    image_column = _find_image_column(dataset, options.image_column, where)
     # `datasets` derives it from the files' names and modification times, from the Hub's commit, or from the content.
     fingerprint = dataset._fingerprint
     rows = spread(len(dataset), options.max_train_samples or len(dataset))
     if len(rows) < len(dataset):
         dataset = dataset.select(rows)
+    try:
+        dataset = dataset.cast_column(image_column, datasets.Image(decode=False))
+    except Exception as error:
+        kind = dataset.features[image_column]
+        raise UserError(f"column '{image_column}' of {where} does not hold images but {kind}") from error
     identity = (fingerprint, split, image_column, len(rows))
-    return ImageSource(
-        dataset=_without_decoding(dataset, image_column, f"{name}[{split}]"),
-        image_column=image_column,
-        name=name,
-        split=split,
-        fingerprint=hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest(),
-        rows=rows,
-    )
+    fingerprint = hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
+    return ImageSource(dataset, image_column, name, split, fingerprint, rows)
 
 
 def spread(total: int, count: int) -> Sequence[int]:
@@ -150,7 +149,7 @@ def load_digits() -> "Dataset":
     import sklearn.datasets
 
     digits = sklearn.datasets.load_digits()
-    pixels = np.rint(digits.images * (255 / BRIGHTEST_DIGIT)).astype(np.uint8)
+    pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # grey levels from 0 to 16
     features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=list("0123456789")))
     # Its fingerprint is the hash of its content, hence the same everywhere.
     return datasets.Dataset.from_dict({"image": list(pixels), "label": digits.target}, features=features, split="train")
@@ -177,11 +176,8 @@ def _load_image_folder(folder: str, split: str, cache_dir: str | None) -> "Datas
 
     path = _existing_folder(folder, "--train_data_dir")
     splits = _split_folders(path) or {split: path}
-    patterns = {
-        name: [os.path.join(glob.escape(found), "*") for found in _folders_with_images(part)]
-        for name, part in splits.items()
-    }
-    patterns = {name: found for name, found in patterns.items() if found}
+    folders = {name: _folders_with_images(part) for name, part in splits.items()}
+    patterns = {name: [f"{glob.escape(each)}/*" for each in found] for name, found in folders.items() if found}
     if not patterns:
         raise UserError(f"--train_data_dir {folder}: there are no images in this folder ({path})")
     try:
@@ -212,10 +208,10 @@ def _split_folders(path: str) -> dict[str, str]:
     from datasets.data_files import SPLIT_KEYWORDS
 
     split_of = {keyword: str(split) for split, keywords in SPLIT_KEYWORDS.items() for keyword in keywords}
-    folders = [entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith(".")]
+    folders = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
     if any(folder.lower() not in split_of for folder in folders):
         return {}
-    return {split_of[folder.lower()]: os.path.join(path, folder) for folder in sorted(folders)}
+    return {split_of[folder.lower()]: os.path.join(path, folder) for folder in folders}
 
 
 def _load_local_folder(options: DataOptions, split: str) -> "dict[str, Dataset] | DatasetDict":
@@ -258,10 +254,11 @@ def _root_cause(error: BaseException) -> str:
     return f"{type(cause).__name__}: {message}"
 
 
-def check_column(flag: str, column: str, columns: Iterable[str]) -> None:
-    """Raise, in the words of the diffusers examples, if there is no such column."""
+def check_column(flag: str, column: str, columns: Iterable[str]) -> str:
+    """Return the column; raise, in the words of the diffusers examples, if there is none of this name."""
     if column not in columns:
         raise UserError(f"`--{flag}' value '{column}' needs to be one of: {', '.join(columns)}")
+    return column
 
 
 def _find_image_column(dataset: "Dataset", wanted: str | None, where: str) -> str:
@@ -269,8 +266,7 @@ def _find_image_column(dataset: "Dataset", wanted: str | None, where: str) -> st
 
     columns = dataset.column_names
     if wanted is not None:
-        check_column("image_column", wanted, columns)
-        return wanted
+        return check_column("image_column", wanted, columns)
     images = [
         column
         for column, feature in dataset.features.items()
@@ -281,13 +277,3 @@ def _find_image_column(dataset: "Dataset", wanted: str | None, where: str) -> st
         found = f"several image columns ({', '.join(images)})" if images else "no image column"
         raise UserError(f"{where} has {found}; name the one to use with --image_column, one of: {', '.join(columns)}")
     return images[0]
-
-
-def _without_decoding(dataset: "Dataset", image_column: str, where: str) -> "Dataset":
-    import datasets
-
-    try:
-        return dataset.cast_column(image_column, datasets.Image(decode=False))
-    except Exception as error:
-        kind = dataset.features[image_column]
-        raise UserError(f"column '{image_column}' of {where} does not hold images but {kind}") from error

@@ -30,7 +30,7 @@ from image_data import store
 from image_data.batches import TrainingBatches, epoch_order
 from image_data.data_options import DataOptions
 from image_data.sources import load_images
-from image_data.store import ImageFormat, InMemoryImages, StreamedImages, TrainingImages, load_training_images
+from image_data.store import ImageDecoder, InMemoryImages, StreamedImages, TrainingImages, load_training_images
 from image_data.workers import map_in_workers
 
 ROOT = Path(__file__).parent.parent
@@ -867,8 +867,8 @@ def test_everything_that_workers_need_can_be_pickled(photos, prepare, load):
     for source in (photos, load("digits")):
         copy = pickle.loads(pickle.dumps(source))
         assert (copy.read(3), copy.describe(3)) == (source.read(3), source.describe(3))
-    decoder = pickle.loads(pickle.dumps(store._Decoder(photos, ImageFormat(8, 3, False), True)))
-    assert [decoder(row).shape for row in range(2)] == [(3, 15, 8), (3, 8, 9)]
+    decoder = pickle.loads(pickle.dumps(ImageDecoder(photos, 3, 8, False)))
+    assert [decoder.decode(row).shape for row in range(2)] == [(3, 15, 8), (3, 8, 9)]
     load_step = batches_of(prepare(photos, memory_limit_bytes=0))._load
     for copied, original in zip(pickle.loads(pickle.dumps(load_step))(5), load_step(5), strict=True):
         np.testing.assert_array_equal(copied, original)
