@@ -16,8 +16,9 @@ from common.errors import UserError, user_errors
 from common.files import sha256
 from common.processes import Processes
 from generation.sample_folder import RECORD
-from image_data.decode import UndecodableImage, decode_image, errors_as_undecodable, is_grey, stored_size, upright_size
-from image_data.sources import ImageSource, NamedDataset, load_images, spread
+from image_data.data_options import DataOptions
+from image_data.decode import UndecodableImage, decode_image, errors_as_undecodable, is_grey, upright_size
+from image_data.sources import ImageSource, load_images, spread
 from image_data.workers import map_in_workers
 
 logger = logging.getLogger(__name__)
@@ -102,8 +103,7 @@ class EncodedImages:
         return True  # whether that is an error is decided when it is decoded
 
     def _decode(self, data: bytes) -> np.ndarray:
-        resolution = self.resolution or min(stored_size(data))
-        return decode_image(data, self.channels, resolution, center_crop=self.resolution is not None)
+        return decode_image(data, self.channels, self.resolution, center_crop=self.resolution is not None)
 
     def _decodable(self, rows: torch.Tensor) -> list[int]:
         found = []
@@ -182,7 +182,7 @@ def open_images(path: str, flag: str, resolution: int | None = None) -> ImageSet
             raise UserError(f"{flag} {path}: there are no images in this folder yet; generate.py makes them")
         return open_images(str(parts[0]), flag, resolution)
     if any(found.rglob("*.parquet")) or (found / "dataset_info.json").exists() or (found / "state.json").exists():
-        return EncodedImages(load_images(NamedDataset(str(found))), resolution)
+        return EncodedImages(load_images(DataOptions(str(found))), resolution)
     files = FolderFiles(found)
     if len(files) == 0:
         raise UserError(f"{flag} {path}: there are no images in this folder ({found.resolve()})")

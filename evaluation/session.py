@@ -35,6 +35,7 @@ from generation.engine import Job
 from generation.generate_options import ConditionOptions
 from generation.methods import build_method
 from generation.sample_folder import read_record
+from image_data.data_options import DataOptions
 from image_data.sources import load_images, spread
 from run_folder.folder import RunFolder
 from run_folder.publish import update_evaluation
@@ -168,7 +169,9 @@ class Session:
         if options.real:
             images = open_images(options.real, "--real", resolution)
         elif options.dataset_name or options.train_data_dir:
-            images = EncodedImages(load_images(options, options.split), resolution)
+            named = ("dataset_name", "dataset_config_name", "train_data_dir", "image_column", "cache_dir")
+            data = DataOptions(**{name: getattr(options, name) for name in named})
+            images = EncodedImages(load_images(data, options.split), resolution)
         else:
             return training_images(self.run.read_config(), options.split, options.cache_dir, num_workers)
         skipping = options.on_bad_image == "skip" and isinstance(images, EncodedImages)
