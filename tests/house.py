@@ -80,7 +80,9 @@ def wide_functions(modules: dict[str, ast.Module]) -> list[str]:
 
 def names_before_loss(modules: dict[str, ast.Module]) -> list[str]:
     """List the names of the project, of functions, classes and methods alike, before the loss on the way to it."""
-    every_name = (name for module in modules.values() for name, _ in functions_of(module))
+    # What the script does not import is not on its way, though a method elsewhere may have an attribute's name.
+    reached = reached_from(SCRIPT, modules)
+    every_name = (name for module in reached for name, _ in functions_of(modules[module]))
     methods = {name.partition(".")[2] for name in every_name if "." in name}
     names: dict[str, None] = {}
     for module_name, wanted, onward in PATH_TO_LOSS:
@@ -105,8 +107,7 @@ def lines_of(name: str) -> int:
 def main() -> None:
     modules = read_modules()
     reached = reached_from(SCRIPT, modules)
-    # What the script does not import is not on its way, though a method elsewhere may have an attribute's name.
-    names = names_before_loss({name: modules[name] for name in reached})
+    names = names_before_loss(modules)
     loop = dict(functions_of(modules["training.loop"]))["train"]
     call = dict(functions_of(modules["schedulers.loss"]))["DiffusionLoss.__call__"]
     statements = call.body[-1].end_lineno - call.body[1].lineno + 1  # without signature and docstring

@@ -24,10 +24,9 @@ from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from schedulers.loss import DiffusionLoss, build_loss
 from training.audit import announce, log_end
 from training.loop import train
-from training.metrics import Window
 from training.milestones import Milestones
 from training.network import build_training_unet, check_network
-from training.tracking import Tracking
+from training.tracking import Tracking, Window
 from training.update import Update
 
 Ending = Literal["finished", "stopped"] | None

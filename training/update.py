@@ -12,7 +12,7 @@ from ema_pytorch import EMA
 from common.errors import RunFailed
 from common.processes import Processes
 from run_folder.config import TrainingConfig
-from training.metrics import Window
+from training.tracking import Window
 
 HEALTHY = torch.iinfo(torch.int64).max  # the step of a failure that has not happened
 # Under fp16 the gradient scaler halves its scale at every overflow, from 65536; below this they are not by chance.
