@@ -86,12 +86,11 @@ def prepare(options: PrepareOptions, source: Path, output: Path) -> None:
 def check(options: PrepareOptions, source: Path, output: Path) -> bool:
     """Report on the photos; return whether nothing in them would hurt."""
     from preparation.archives import unpacked
-    from preparation.report import draw_contact_sheet, gather_findings, inspect_photos, summary
+    from preparation.report import draw_contact_sheet, gather_findings, summary
 
     with unpacked(source, output) as folder:
         collection, splits = find_photos(options, folder, output)
-        properties = inspect_photos(collection.photos, options.num_workers)
-        findings = gather_findings(collection, splits, properties, options.resolution)
+        findings = gather_findings(collection, splits, options.resolution, options.num_workers)
         draw_contact_sheet(collection, findings, output / "contact_sheet.png")
     write_atomically(output / "report.json", json.dumps(asdict(findings), indent=1))
     print(summary(findings))

@@ -25,8 +25,9 @@ sys.path.insert(0, str(ROOT))
 from common.files import default_cache_dir  # noqa: E402
 from evaluation.classifier import Classifier, load_classifier  # noqa: E402
 from image_data.annotations import class_in_words, find_labels  # noqa: E402
+from image_data.data_options import DataOptions  # noqa: E402
 from image_data.decode import decode_image  # noqa: E402
-from image_data.sources import NamedDataset, load_images  # noqa: E402
+from image_data.sources import load_images  # noqa: E402
 
 SAMPLERS = {"DDPM": ["--ddpm"], "DDIM-50": ["--ddim", "--num_inference_steps=50"]}
 DIGITS = list("0123456789")
@@ -41,7 +42,7 @@ def run(script: str, *flags: str) -> None:
 
 
 def read_digits() -> Classifier:
-    source = load_images(NamedDataset("digits"))
+    source = load_images(DataOptions("digits"))
     images = torch.stack([torch.from_numpy(decode_image(source.read(row), 1, 8, True)) for row in range(len(source))])
     return load_classifier(images, find_labels(source).of_row, default_cache_dir(), torch.device("cpu"))
 

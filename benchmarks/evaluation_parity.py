@@ -31,7 +31,8 @@ from common.files import default_cache_dir, sha256, write_atomically  # noqa: E4
 from common.machine import usable_cores  # noqa: E402
 from common.progress import progress_bar  # noqa: E402
 from evaluation.inception import InceptionV3, build, converted, find_source  # noqa: E402
-from image_data.sources import NamedDataset, load_images  # noqa: E402
+from image_data.data_options import DataOptions  # noqa: E402
+from image_data.sources import load_images  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "evaluation_parity.json"
 VARIANTS = {"default": [], "not compiled": ["--no_compile"], "bf16": ["--mixed_precision=bf16"]}
@@ -44,7 +45,7 @@ def write_folders(data: str, count: int, root: Path) -> tuple[Path, Path]:
     """The first images of both splits, as they are stored."""
     folders = root / "test", root / "train"
     for folder in folders:
-        source = load_images(NamedDataset(data), split=folder.name)
+        source = load_images(DataOptions(data), split=folder.name)
         folder.mkdir()
         for index in progress_bar(iterable=range(count), desc=str(folder)):
             (folder / f"{index:06d}.png").write_bytes(source.read(index))

@@ -81,7 +81,6 @@ class EvaluationOptions(OutputOptions, FeatureOptions, ReferenceOptions, RunOpti
     """All options of an evaluation."""
 
     allow_tf32: ClassVar[bool] = False  # numbers are compared
-    max_train_samples: ClassVar[None] = None  # the whole split is the reference
 
 
 def parse_evaluation(arguments: list[str]) -> EvaluationOptions:

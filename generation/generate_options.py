@@ -1,7 +1,5 @@
 """The options of generation, and the seeds and the sampling method that they stand for."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -112,21 +110,18 @@ class GenerationOptions(SpeedOptions, OutputOptions, ConditionOptions, ImageOpti
 
 
 def parse_generation(arguments: list[str]) -> GenerationOptions:
-    """Return the options of generate.py, `validate`d."""
-    options = parse_options(
-        GenerationOptions,
-        arguments,
-        description="One image for each seed: the same for the same seed, on any number of processes.",
-        usage="%(prog)s [model] [--flag value ...]",
-    )
-    validate(options)
-    return options
-
-
-def validate(options: GenerationOptions) -> None:
-    """Raise for values that make no sense whatever the model is."""
+    """Return the options of generate.py; raise for values that make no sense whatever the model is."""
+    description = "One image for each seed: the same for the same seed, on any number of processes."
+    usage = "%(prog)s [model] [--flag value ...]"
+    options = parse_options(GenerationOptions, arguments, description=description, usage=usage)
     chosen_method(options)
-    seeds = seeds_of(options)
+    seeds, interval = seeds_of(options), options.guidance_interval
+    if interval and (len(interval) != 2 or not 0 <= interval[0] <= interval[1]):
+        words = " ".join(map(str, interval))
+        raise UserError(f"--guidance_interval {words}: needs two timesteps, the smaller one first")
+    for name in ("negative_prompt", "guidance_rescale", "guidance_interval"):
+        if getattr(options, name) and options.guidance_scale == 1:
+            raise UserError(f"--{name} changes guidance, and there is none: add --guidance_scale, e.g. 2")
     if options.interpolate and (len(set(options.interpolate)) != 2 or min(options.interpolate) < 0):
         raise UserError(f"--interpolate {' '.join(map(str, options.interpolate))}: needs two different seeds")
     if options.interpolate and (options.seeds or options.num_images or options.checkpoints):
@@ -135,13 +130,7 @@ def validate(options: GenerationOptions) -> None:
         raise UserError(f"--gather_grid: a grid has at most {LARGEST_GATHERED_GRID} images")
     if options.dataset_name and options.train_data_dir:
         raise UserError("name the training images with either --dataset_name or --train_data_dir, and not with both")
-    interval = options.guidance_interval
-    if interval and (len(interval) != 2 or not 0 <= interval[0] <= interval[1]):
-        given = " ".join(map(str, interval))
-        raise UserError(f"--guidance_interval {given}: needs two timesteps, the smaller one first")
-    for name in ("negative_prompt", "guidance_rescale", "guidance_interval"):
-        if getattr(options, name) and options.guidance_scale == 1:
-            raise UserError(f"--{name} changes guidance, and there is none: add --guidance_scale, e.g. 2")
+    return options
 
 
 def seeds_of(options: ImageOptions) -> list[int]:
@@ -168,10 +157,7 @@ def seeds_of(options: ImageOptions) -> list[int]:
 
 def as_ranges(seeds: list[int]) -> str:
     """Return ascending seeds as --seeds takes them."""
-    ranges: list[list[int]] = []
-    for seed in seeds:
-        if ranges and seed == ranges[-1][1] + 1:
-            ranges[-1][1] = seed
-        else:
-            ranges.append([seed, seed])
+    known = set(seeds)
+    firsts, lasts = ([seed for seed in seeds if seed + step not in known] for step in (-1, 1))
+    ranges = zip(firsts, lasts, strict=True)
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

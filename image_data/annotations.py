@@ -57,8 +57,9 @@ def find_labels(source: ImageSource, label_column: str | None = None) -> Labels:
 def find_captions(source: ImageSource, caption_column: str | None = None) -> list[list[str]] | None:
     """Return the captions of every row, one or several of each; None if no column is named and none is found."""
     if caption_column is not None:
-        check_column("caption_column", caption_column, source.annotation_columns)
-    found = [caption_column] if caption_column else _usual_columns(source, CAPTION_COLUMNS)
+        found = [check_column("caption_column", caption_column, source.annotation_columns)]
+    else:
+        found = _usual_columns(source, CAPTION_COLUMNS)
     if not found:
         return None
     if len(found) > 1:
@@ -76,8 +77,7 @@ def _label_column(source: ImageSource, wanted: str | None) -> str | None:
     import datasets
 
     if wanted is not None:
-        check_column("label_column", wanted, source.annotation_columns)
-        return wanted
+        return check_column("label_column", wanted, source.annotation_columns)
     classes = [name for name, feature in source.dataset.features.items() if isinstance(feature, datasets.ClassLabel)]
     found = classes or _usual_columns(source, LABEL_COLUMNS)
     if len(found) > 1:

@@ -4,7 +4,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
@@ -48,17 +48,20 @@ def errors_as_undecodable() -> Iterator[None]:
         raise UndecodableImage(reason or type(error).__name__) from error
 
 
-def decode_image(data: bytes, channels: int, resolution: int, center_crop: bool) -> np.ndarray:
-    """Return the image as uint8 [channels, height, width], its shorter side being `resolution`.
+def decode_image(data: bytes, channels: int, resolution: int | None, center_crop: bool) -> np.ndarray:
+    """Return the image as uint8 [channels, height, width], its shorter side being `resolution` unless that is None.
 
     One channel is luma, three are RGB, four are RGBA. With `center_crop` the result is a square; without, the longer
     side is kept, for crops to be drawn from it later.
     """
     with errors_as_undecodable():
-        image = _resize(_upright(Image.open(io.BytesIO(data)), data, MODES[channels]), resolution)
+        image = _upright(Image.open(io.BytesIO(data)), data, MODES[channels])
+        if resolution is not None:
+            image = _resize(image, resolution)
         if center_crop:
-            left, top = (image.width - resolution) // 2, (image.height - resolution) // 2
-            image = image.crop((left, top, left + resolution, top + resolution))
+            side = min(image.size)
+            left, top = (image.width - side) // 2, (image.height - side) // 2
+            image = image.crop((left, top, left + side, top + side))
         pixels = np.asarray(image).reshape(image.height, image.width, channels)
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
@@ -96,8 +99,7 @@ def plain_suffix(data: bytes, channels: int) -> str | None:
         return PLAIN_FORMATS.get(image.format) if image.mode == MODES[channels] and not odd else None
 
 
-@dataclass(frozen=True)
-class Inspected:
+class Inspected(NamedTuple):
     """The properties of an image file."""
 
     width: int  # upright, like the height
@@ -141,8 +143,7 @@ def _in_eight_bits(image: Image.Image, data: bytes) -> Image.Image:
     """Return the image in mode L, RGB or RGBA, whatever it is stored as."""
     if data.startswith(PNG_SIGNATURE) and data[PNG_BIT_DEPTH] == 16:
         return _sixteen_bit_png(data)
-    if image.mode.startswith("I"):
-        # Pillow's 32-bit mode holds what was stored in 16 bits.
+    if image.mode.startswith("I"):  # Pillow's 32-bit mode holds what was stored in 16 bits
         return _grey(np.asarray(image) / 65535, "0..65535")
     if image.mode == "F":
         # Two conventions are in use, 0..1 and Pillow's own 0..255; the brightest pixel tells which.
@@ -160,9 +161,7 @@ def _sixteen_bit_png(data: bytes) -> Image.Image:
 
     stored = decode_png(torch.frombuffer(bytearray(data), dtype=torch.uint8)).numpy()
     pixels = np.rint(stored.astype(np.float64) * (255 / 65535)).astype(np.uint8)
-    grey, alpha = pixels[:1], pixels[-1:]
-    if len(pixels) == 2:
-        pixels = np.concatenate([grey, grey, grey, alpha])
+    pixels = pixels[[0, 0, 0, 1]] if len(pixels) == 2 else pixels  # grey and alpha
     return Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0)))
 
 

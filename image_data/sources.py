@@ -1,16 +1,18 @@
 """From what a user names (a Hub id, a folder, "digits") to rows of image files."""
 
+import contextlib
 import glob
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.errors import UserError, first_cause
+from image_data.data_options import DataOptions
 from image_data.decode import UndecodableImage, errors_as_undecodable, is_grey
 
 if TYPE_CHECKING:
@@ -19,31 +21,7 @@ if TYPE_CHECKING:
     from common.processes import Processes
 
 DIGITS = "digits"
-BRIGHTEST_DIGIT = 16  # scikit-learn keeps grey levels from 0 to 16
 SAMPLED_FOR_CHANNELS = 256
-
-
-class DatasetChoice(Protocol):
-    """The options that name a data set, whichever script they belong to."""
-
-    dataset_name: str | None
-    dataset_config_name: str | None
-    train_data_dir: str | None
-    image_column: str | None
-    cache_dir: str | None
-    max_train_samples: int | None
-
-
-@dataclass(frozen=True)
-class NamedDataset:
-    """A `DatasetChoice` for callers without options of that kind."""
-
-    dataset_name: str | None = None
-    dataset_config_name: str | None = None
-    train_data_dir: str | None = None
-    image_column: str | None = None
-    cache_dir: str | None = None
-    max_train_samples: int | None = None
 
 
 @dataclass
@@ -93,57 +71,56 @@ class ImageSource:
 
     def detect_channels(self) -> int:
         """Return 1 if all images of an even sample are grey, otherwise 3."""
-        readable = 0
+        readable = False
         for index in spread(len(self), SAMPLED_FOR_CHANNELS):
-            try:
+            with contextlib.suppress(UndecodableImage):  # whether that is an error is decided when they are prepared
                 if not is_grey(self.read(index)):
                     return 3
-                readable += 1
-            except UndecodableImage:
-                continue  # whether that is an error is decided when the images are prepared
+                readable = True
         return 1 if readable else 3
 
 
-def open_source(choice: DatasetChoice, processes: "Processes") -> ImageSource:
+def open_source(options: DataOptions, processes: "Processes") -> ImageSource:
     """Open the images of a run; the main process of each machine goes first, and downloads what is missing."""
     from datasets.utils.logging import disable_progress_bar
 
     if not processes.is_local_main:
         disable_progress_bar()
     with processes.main_first():
-        return load_images(choice)
+        return load_images(options)
 
 
-def load_images(choice: DatasetChoice, split: str = "train") -> ImageSource:
+def load_images(options: DataOptions, split: str = "train") -> ImageSource:
     """Open the images a user names. Nothing is decoded yet.
 
     `dataset_name` is "digits", a local folder in any layout that `datasets` reads, or a data set on the Hub;
     `train_data_dir` is a folder of images. `max_train_samples` keeps that many rows, evenly spread: folders are sorted
     by class, and the first rows would be of one class alone.
     """
-    if choice.max_train_samples is not None and choice.max_train_samples < 1:
-        raise UserError(f"--max_train_samples {choice.max_train_samples} must be 1 or more")
-    name, splits = _load_splits(choice, split)
+    import datasets
+
+    if options.max_train_samples is not None and options.max_train_samples < 1:
+        raise UserError(f"--max_train_samples {options.max_train_samples} must be 1 or more")
+    name, splits = _load_splits(options, split)
     if split not in splits:
         raise UserError(f"{name} has no split '{split}'; it has: {', '.join(splits)}")
-    dataset = splits[split]
+    dataset, where = splits[split], f"{name}[{split}]"
     if len(dataset) == 0:
-        raise UserError(f"{name}[{split}] is empty")
-    image_column = _find_image_column(dataset, choice.image_column, f"{name}[{split}]")
+        raise UserError(f"{where} is empty")
+    image_column = _find_image_column(dataset, options.image_column, where)
     # `datasets` derives it from the files' names and modification times, from the Hub's commit, or from the content.
     fingerprint = dataset._fingerprint
-    rows = spread(len(dataset), choice.max_train_samples or len(dataset))
+    rows = spread(len(dataset), options.max_train_samples or len(dataset))
     if len(rows) < len(dataset):
         dataset = dataset.select(rows)
+    try:
+        dataset = dataset.cast_column(image_column, datasets.Image(decode=False))
+    except Exception as error:
+        kind = dataset.features[image_column]
+        raise UserError(f"column '{image_column}' of {where} does not hold images but {kind}") from error
     identity = (fingerprint, split, image_column, len(rows))
-    return ImageSource(
-        dataset=_without_decoding(dataset, image_column, f"{name}[{split}]"),
-        image_column=image_column,
-        name=name,
-        split=split,
-        fingerprint=hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest(),
-        rows=rows,
-    )
+    fingerprint = hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
+    return ImageSource(dataset, image_column, name, split, fingerprint, rows)
 
 
 def spread(total: int, count: int) -> Sequence[int]:
@@ -151,19 +128,19 @@ def spread(total: int, count: int) -> Sequence[int]:
     return range(total) if count >= total else [position * total // count for position in range(count)]
 
 
-def _load_splits(choice: DatasetChoice, split: str) -> "tuple[str, dict[str, Dataset] | DatasetDict]":
+def _load_splits(options: DataOptions, split: str) -> "tuple[str, dict[str, Dataset] | DatasetDict]":
     """Return the data set's name and its splits; a folder that has none becomes `split`."""
-    dataset_name, folder = choice.dataset_name, choice.train_data_dir
+    dataset_name, folder = options.dataset_name, options.train_data_dir
     if (dataset_name is None) == (folder is None):
         raise UserError("name the images with either --dataset_name or --train_data_dir, and not with both")
     if folder is not None:
-        return Path(folder).resolve().name, _load_image_folder(folder, split, choice.cache_dir)
+        return Path(folder).resolve().name, _load_image_folder(folder, split, options.cache_dir)
     if dataset_name == DIGITS:
         return DIGITS, {"train": load_digits()}
     path = Path(dataset_name).expanduser()
     if path.exists() or dataset_name.startswith((".", "/", "~")) or dataset_name.count("/") > 1:
-        return path.resolve().name, _load_local_folder(choice, split)
-    return dataset_name, _load_from_hub(choice)
+        return path.resolve().name, _load_local_folder(options, split)
+    return dataset_name, _load_from_hub(options)
 
 
 def load_digits() -> "Dataset":
@@ -172,7 +149,7 @@ def load_digits() -> "Dataset":
     import sklearn.datasets
 
     digits = sklearn.datasets.load_digits()
-    pixels = np.rint(digits.images * (255 / BRIGHTEST_DIGIT)).astype(np.uint8)
+    pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # grey levels from 0 to 16
     features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=list("0123456789")))
     # Its fingerprint is the hash of its content, hence the same everywhere.
     return datasets.Dataset.from_dict({"image": list(pixels), "label": digits.target}, features=features, split="train")
@@ -199,11 +176,8 @@ def _load_image_folder(folder: str, split: str, cache_dir: str | None) -> "Datas
 
     path = _existing_folder(folder, "--train_data_dir")
     splits = _split_folders(path) or {split: path}
-    patterns = {
-        name: [os.path.join(glob.escape(found), "*") for found in _folders_with_images(part)]
-        for name, part in splits.items()
-    }
-    patterns = {name: found for name, found in patterns.items() if found}
+    folders = {name: _folders_with_images(part) for name, part in splits.items()}
+    patterns = {name: [f"{glob.escape(each)}/*" for each in found] for name, found in folders.items() if found}
     if not patterns:
         raise UserError(f"--train_data_dir {folder}: there are no images in this folder ({path})")
     try:
@@ -234,35 +208,35 @@ def _split_folders(path: str) -> dict[str, str]:
     from datasets.data_files import SPLIT_KEYWORDS
 
     split_of = {keyword: str(split) for split, keywords in SPLIT_KEYWORDS.items() for keyword in keywords}
-    folders = [entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith(".")]
+    folders = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
     if any(folder.lower() not in split_of for folder in folders):
         return {}
-    return {split_of[folder.lower()]: os.path.join(path, folder) for folder in sorted(folders)}
+    return {split_of[folder.lower()]: os.path.join(path, folder) for folder in folders}
 
 
-def _load_local_folder(choice: DatasetChoice, split: str) -> "dict[str, Dataset] | DatasetDict":
+def _load_local_folder(options: DataOptions, split: str) -> "dict[str, Dataset] | DatasetDict":
     """Load a folder as `datasets` reads it: parquet, CSV, images and more, or what `save_to_disk` wrote."""
     import datasets
 
-    path = _existing_folder(choice.dataset_name, "--dataset_name")
+    path = _existing_folder(options.dataset_name, "--dataset_name")
     try:
         if Path(path, datasets.config.DATASET_STATE_JSON_FILENAME).exists():
             return {split: datasets.load_from_disk(path)}
         if Path(path, datasets.config.DATASETDICT_JSON_FILENAME).exists():
             return datasets.load_from_disk(path)
-        return datasets.load_dataset(path, choice.dataset_config_name, cache_dir=choice.cache_dir)
+        return datasets.load_dataset(path, options.dataset_config_name, cache_dir=options.cache_dir)
     except datasets.data_files.EmptyDatasetError as error:
-        raise UserError(f"--dataset_name {choice.dataset_name}: there are no data in this folder ({path})") from error
+        raise UserError(f"--dataset_name {options.dataset_name}: there are no data in this folder ({path})") from error
     except Exception as error:
-        raise UserError(f"--dataset_name {choice.dataset_name} cannot be read: {_root_cause(error)}") from error
+        raise UserError(f"--dataset_name {options.dataset_name} cannot be read: {_root_cause(error)}") from error
 
 
-def _load_from_hub(choice: DatasetChoice) -> "DatasetDict":
+def _load_from_hub(options: DataOptions) -> "DatasetDict":
     import datasets
 
-    name = choice.dataset_name
+    name = options.dataset_name
     try:
-        return datasets.load_dataset(name, choice.dataset_config_name, cache_dir=choice.cache_dir)
+        return datasets.load_dataset(name, options.dataset_config_name, cache_dir=options.cache_dir)
     except Exception as error:
         offline = "; HF_HUB_OFFLINE is set" if datasets.config.HF_HUB_OFFLINE else ""
         raise UserError(
@@ -280,10 +254,11 @@ def _root_cause(error: BaseException) -> str:
     return f"{type(cause).__name__}: {message}"
 
 
-def check_column(flag: str, column: str, columns: Iterable[str]) -> None:
-    """Raise, in the words of the diffusers examples, if there is no such column."""
+def check_column(flag: str, column: str, columns: Iterable[str]) -> str:
+    """Return the column; raise, in the words of the diffusers examples, if there is none of this name."""
     if column not in columns:
         raise UserError(f"`--{flag}' value '{column}' needs to be one of: {', '.join(columns)}")
+    return column
 
 
 def _find_image_column(dataset: "Dataset", wanted: str | None, where: str) -> str:
@@ -291,8 +266,7 @@ def _find_image_column(dataset: "Dataset", wanted: str | None, where: str) -> st
 
     columns = dataset.column_names
     if wanted is not None:
-        check_column("image_column", wanted, columns)
-        return wanted
+        return check_column("image_column", wanted, columns)
     images = [
         column
         for column, feature in dataset.features.items()
@@ -303,13 +277,3 @@ def _find_image_column(dataset: "Dataset", wanted: str | None, where: str) -> st
         found = f"several image columns ({', '.join(images)})" if images else "no image column"
         raise UserError(f"{where} has {found}; name the one to use with --image_column, one of: {', '.join(columns)}")
     return images[0]
-
-
-def _without_decoding(dataset: "Dataset", image_column: str, where: str) -> "Dataset":
-    import datasets
-
-    try:
-        return dataset.cast_column(image_column, datasets.Image(decode=False))
-    except Exception as error:
-        kind = dataset.features[image_column]
-        raise UserError(f"column '{image_column}' of {where} does not hold images but {kind}") from error

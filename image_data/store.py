@@ -9,30 +9,28 @@ Of a set that does not fit no pixels are kept, only the result of having looked 
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
 import logging
 import shutil
 import uuid
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
+from typing import BinaryIO
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from common.errors import UserError
-from common.files import default_cache_dir, sync, write_atomically
+from common.files import default_cache_dir, load_safetensors, save_safetensors, sync
 from common.machine import default_num_workers
+from common.processes import Processes
+from image_data.data_options import DataOptions
 from image_data.decode import UndecodableImage, decode_image, stored_size
 from image_data.sources import ImageSource, spread
 from image_data.workers import map_in_chunks
-
-if TYPE_CHECKING:
-    from common.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +39,6 @@ PIXELS, INDEX = "pixels", "index.safetensors"
 MOST_IMAGES_PER_CHUNK, MOST_BYTES_PER_CHUNK = 32, 4 * 2**20  # what a worker decodes at a time
 SAMPLED_HEADERS = 64
 MOST_LISTED = 20
-
-
-class ImageOptions(Protocol):
-    """The options of a run that say what its images become and how they are kept."""
-
-    resolution: int
-    channels: str  # a number, or "auto"
-    center_crop: bool
-    random_flip: bool
-    in_memory_limit_gb: float
-    dataloader_num_workers: int | None
-    on_bad_image: Literal["fail", "skip"]
-    cache_dir: str | None
 
 
 @dataclass(frozen=True)
@@ -67,7 +52,7 @@ class TrainingImages:
 
 
 def load_training_images(
-    options: ImageOptions, source: ImageSource, processes: "Processes | None" = None
+    options: DataOptions, source: ImageSource, processes: Processes | None = None
 ) -> TrainingImages:
     """Decode the images of a data set as the options want them, or find them decoded in the cache.
 
@@ -75,16 +60,15 @@ def load_training_images(
     a machine holds the pixels once.
     """
     channels = source.detect_channels() if options.channels == "auto" else int(options.channels)
-    image_format = ImageFormat(options.resolution, channels, options.center_crop)
+    decoder = ImageDecoder(source, channels, options.resolution, options.center_crop)
     num_workers = options.dataloader_num_workers
     if num_workers is None:
         num_workers = default_num_workers(processes.local_count if processes else 1)
-    in_memory = _estimate_bytes(source, image_format) <= options.in_memory_limit_gb * 2**30
+    in_memory = _estimate_bytes(decoder) <= options.in_memory_limit_gb * 2**30
     cache_dir = Path(options.cache_dir or default_cache_dir()).expanduser()
-    folder = cache_dir / _key(source, image_format, in_memory)
+    folder = cache_dir / _key(decoder, in_memory)
     if processes is None or processes.is_local_main:
-        decoder = _Decoder(source, image_format, keep_pixels=in_memory)
-        index = _find(decoder, folder) or _prepare(decoder, folder, num_workers, options.on_bad_image)
+        index = _find(decoder, folder) or _prepare(decoder, folder, in_memory, num_workers, options.on_bad_image)
         _refuse_bad_images(index.skipped, options.on_bad_image)
     if processes is not None:
         processes.barrier()
@@ -94,10 +78,7 @@ def load_training_images(
             f"--cache_dir {cache_dir} must be a folder that all processes of a machine share: "
             f"{folder.name} is not in it after one of them has prepared it"
         )
-    if in_memory:
-        images = InMemoryImages(index, image_format, folder / PIXELS)
-    else:
-        images = StreamedImages(index, image_format, source)
+    images = InMemoryImages(index, decoder, folder / PIXELS) if in_memory else StreamedImages(index, decoder)
     logger.info("%s: %d images, %d channel(s), %d data worker(s)", source, len(images), channels, num_workers)
     if images.skipped:
         listed = "\n".join(f"  {name}" for name in images.skipped[:MOST_LISTED])
@@ -107,19 +88,24 @@ def load_training_images(
 
 
 @dataclass(frozen=True)
-class ImageFormat:
-    """The size and the channels to which image files are decoded."""
+class ImageDecoder:
+    """Decodes the images of a source to one size and number of channels, in worker processes too."""
 
-    resolution: int
+    source: ImageSource
     channels: int
+    resolution: int
     center_crop: bool
 
-    @property
-    def bytes_of_a_square(self) -> int:
-        return self.channels * self.resolution**2
+    def decode(self, row: int) -> np.ndarray:
+        return decode_image(self.source.read(row), self.channels, self.resolution, self.center_crop)
 
-    def decode(self, source: ImageSource, row: int) -> np.ndarray:
-        return decode_image(source.read(row), self.channels, self.resolution, self.center_crop)
+    def attempt(self, row: int, keep_pixels: bool = False) -> np.ndarray | UndecodableImage | None:
+        """Decode a row and return its pixels, if they are wanted; or return the error."""
+        try:
+            pixels = self.decode(row)
+        except UndecodableImage as error:
+            return error
+        return pixels if keep_pixels else None
 
 
 @dataclass
@@ -132,17 +118,13 @@ class _Index:
     offsets: np.ndarray  # int64: where in the pixels every image begins, and where the last one ends
     skipped: list[str]  # a line for every image that was left out
 
-    def to_bytes(self) -> bytes:
-        tensors = {name: getattr(self, name) for name in ("kept", "heights", "widths", "offsets")}
-        return save(tensors, {"skipped": json.dumps(self.skipped)})
-
 
 class _Images:
     """Images of one format; `kept` are their rows in the source, `skipped` has a line for every image left out."""
 
-    def __init__(self, index: _Index, image_format: ImageFormat) -> None:
+    def __init__(self, index: _Index, decoder: ImageDecoder) -> None:
         self.kept, self.skipped = index.kept, index.skipped
-        self._index, self._format = index, image_format
+        self._index, self._decoder = index, decoder
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -152,7 +134,7 @@ class _Images:
 
         A larger image is cropped: `corners`, [n, 2] in [0, 1), is where between top and bottom, left and right.
         """
-        size, crops = self._format.resolution, []
+        size, crops = self._decoder.resolution, []
         for index, (down, right) in zip(indices.tolist(), corners.tolist(), strict=True):
             image = self._image(index)
             _, height, width = image.shape
@@ -160,100 +142,78 @@ class _Images:
             crops.append(image[:, top : top + size, left : left + size])
         return torch.stack(crops)
 
-    def _image(self, index: int) -> torch.Tensor:
-        raise NotImplementedError
-
 
 class InMemoryImages(_Images):
     """All images as one block of memory, which is a file that the processes of a machine share."""
 
-    def __init__(self, index: _Index, image_format: ImageFormat, pixels_file: Path) -> None:
-        super().__init__(index, image_format)
+    def __init__(self, index: _Index, decoder: ImageDecoder, pixels_file: Path) -> None:
+        super().__init__(index, decoder)
         # Private, hence opened for reading only; as nobody writes, the pages are those of the file, held once.
         self._pixels = torch.from_file(str(pixels_file), shared=False, size=int(index.offsets[-1]), dtype=torch.uint8)
-        self._squares = None
-        size = image_format.resolution
-        if (index.heights == size).all() and (index.widths == size).all():
-            self._squares = self._pixels.view(-1, image_format.channels, size, size)
+        self._all_square = (index.heights == index.widths).all()
 
     def crops(self, indices: torch.Tensor, corners: torch.Tensor) -> torch.Tensor:
-        return super().crops(indices, corners) if self._squares is None else self._squares[indices]
+        if not self._all_square:
+            return super().crops(indices, corners)
+        return self._pixels.view(len(self), self._decoder.channels, self._decoder.resolution, -1)[indices]
 
     def _image(self, index: int) -> torch.Tensor:
         start, end = self._index.offsets[index : index + 2].tolist()
-        return self._pixels[start:end].view(self._format.channels, int(self._index.heights[index]), -1)
+        return self._pixels[start:end].view(self._decoder.channels, int(self._index.heights[index]), -1)
 
 
 class StreamedImages(_Images):
     """Images that are decoded each time they are wanted; otherwise as `InMemoryImages`, to the last bit."""
 
-    def __init__(self, index: _Index, image_format: ImageFormat, source: ImageSource) -> None:
-        super().__init__(index, image_format)
-        self._source = source
-
     def _image(self, index: int) -> torch.Tensor:
         row = int(self.kept[index])
         try:
-            return torch.from_numpy(self._format.decode(self._source, row))
+            return torch.from_numpy(self._decoder.decode(row))
         except UndecodableImage as error:
-            where = self._source.describe(row)
+            where = self._decoder.source.describe(row)
             raise UserError(f"{where} has changed since the images were checked: {error}") from error
 
 
-@dataclass(frozen=True)
-class _Decoder:
-    """Decodes rows of a source, in worker processes too."""
-
-    source: ImageSource
-    format: ImageFormat
-    keep_pixels: bool
-
-    def __call__(self, row: int) -> np.ndarray | None | UndecodableImage:
-        try:
-            pixels = self.format.decode(self.source, row)
-        except UndecodableImage as error:
-            return error
-        return pixels if self.keep_pixels else None
-
-
-def _estimate_bytes(source: ImageSource, image_format: ImageFormat) -> int:
-    ratios = []
-    for row in spread(len(source), 0 if image_format.center_crop else SAMPLED_HEADERS):
+def _estimate_bytes(decoder: ImageDecoder) -> int:
+    source, ratios = decoder.source, []
+    for row in spread(len(source), 0 if decoder.center_crop else SAMPLED_HEADERS):
         with contextlib.suppress(UndecodableImage):
             size = stored_size(source.read(row))
             ratios.append(max(size) / min(size))
     mean_ratio = sum(ratios) / len(ratios) if ratios else 1.0
-    return int(len(source) * image_format.bytes_of_a_square * mean_ratio)
+    return int(len(source) * decoder.channels * decoder.resolution**2 * mean_ratio)
 
 
-def _key(source: ImageSource, image_format: ImageFormat, in_memory: bool) -> str:
-    identity = (FORMAT_VERSION, source.fingerprint, *astuple(image_format), in_memory)
+def _key(decoder: ImageDecoder, in_memory: bool) -> str:
+    image_format = (decoder.resolution, decoder.channels, decoder.center_crop)
+    identity = (FORMAT_VERSION, decoder.source.fingerprint, *image_format, in_memory)
     return hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
 
 
-def _find(decoder: _Decoder, folder: Path) -> _Index | None:
+def _find(decoder: ImageDecoder, folder: Path) -> _Index | None:
     """Return the index of the folder, unless an image that it leaves out can be decoded by now."""
     index = _read_index(folder)
     if index is None:
         return None
-    left_out = np.setdiff1d(np.arange(len(decoder.source)), index.kept)
-    if all(isinstance(decoder(row), UndecodableImage) for row in left_out.tolist()):
+    left_out = set(range(len(decoder.source))).difference(index.kept.tolist())
+    if all(isinstance(decoder.attempt(row), UndecodableImage) for row in left_out):
         return index
     shutil.rmtree(folder, ignore_errors=True)
     return None
 
 
-def _prepare(decoder: _Decoder, folder: Path, num_workers: int, on_bad_image: str) -> _Index:
+def _prepare(decoder: ImageDecoder, folder: Path, keep_pixels: bool, num_workers: int, on_bad_image: str) -> _Index:
     """Decode every image once, and publish what came of it under the name `folder`."""
     # A name of its own, so that two runs can prepare the same set at the same time.
     unfinished = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     try:
         unfinished.mkdir(parents=True)
         with open(unfinished / PIXELS, "wb") as file:
-            index = _write_pixels(decoder, file, num_workers, on_bad_image)
+            index = _write_pixels(decoder, file if keep_pixels else None, num_workers, on_bad_image)
         # Before the rename, or a power cut could leave a complete-looking folder of empty files.
         sync(unfinished / PIXELS)
-        write_atomically(unfinished / INDEX, index.to_bytes())
+        tensors = {name: torch.from_numpy(value) for name, value in vars(index).items() if name != "skipped"}
+        save_safetensors(tensors, unfinished / INDEX, {"skipped": json.dumps(index.skipped)})
         _publish(unfinished, folder)
     except OSError as error:
         raise UserError(
@@ -265,11 +225,14 @@ def _prepare(decoder: _Decoder, folder: Path, num_workers: int, on_bad_image: st
     return index
 
 
-def _write_pixels(decoder: _Decoder, file: BinaryIO, num_workers: int, on_bad_image: str) -> _Index:
+def _write_pixels(decoder: ImageDecoder, file: BinaryIO | None, num_workers: int, on_bad_image: str) -> _Index:
+    """Decode every image once, and write the pixels if there is a file for them."""
     kept, shapes, skipped = [], [], []
-    size = min(MOST_IMAGES_PER_CHUNK, max(1, MOST_BYTES_PER_CHUNK // decoder.format.bytes_of_a_square))
-    rows, description = range(len(decoder.source)), "Decoding" if decoder.keep_pixels else "Checking images"
-    with contextlib.closing(map_in_chunks(decoder, rows, size, num_workers, description)) as chunks:
+    bytes_of_a_square = decoder.channels * decoder.resolution**2
+    size = min(MOST_IMAGES_PER_CHUNK, max(1, MOST_BYTES_PER_CHUNK // bytes_of_a_square))
+    rows, description = range(len(decoder.source)), "Checking images" if file is None else "Decoding"
+    attempt = functools.partial(decoder.attempt, keep_pixels=file is not None)
+    with contextlib.closing(map_in_chunks(attempt, rows, size, num_workers, description)) as chunks:
         for row, outcome in enumerate(itertools.chain.from_iterable(chunks)):
             if isinstance(outcome, UndecodableImage):
                 skipped.append(f"{decoder.source.describe(row)}: {outcome}")
@@ -305,17 +268,15 @@ def _publish(unfinished: Path, folder: Path) -> None:
 def _read_index(folder: Path) -> _Index | None:
     """Return the index of a folder if it is there, and complete."""
     try:
-        with safe_open(folder / INDEX, "numpy") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
-            index = _Index(**tensors, skipped=json.loads(file.metadata()["skipped"]))
+        tensors, metadata = load_safetensors(folder / INDEX)
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        index = _Index(**arrays, skipped=json.loads(metadata["skipped"]))
         return index if (folder / PIXELS).stat().st_size == index.offsets[-1] else None
-    except (OSError, SafetensorError):
+    except OSError:
         return None
 
 
 def _refuse_bad_images(skipped: list[str], on_bad_image: str) -> None:
     if skipped and on_bad_image == "fail":
-        raise UserError(
-            f"cannot decode {skipped[0]}; "
-            "repair or remove this image, or leave such images out with --on_bad_image skip"
-        )
+        advice = "repair or remove this image, or leave such images out with --on_bad_image skip"
+        raise UserError(f"cannot decode {skipped[0]}; {advice}")

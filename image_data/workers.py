@@ -40,11 +40,6 @@ def map_in_workers(function: Callable[[Any], Any], items: Iterable, num_workers:
         del results  # which ends the workers; a traceback would keep it, and them
 
 
-def load_in_workers(dataset: Dataset, items: Iterable, num_workers: int) -> Iterator[Any]:
-    """Yield `dataset[item]` for each of `items`, as `map_in_workers` does."""
-    return map_in_workers(dataset.__getitem__, items, num_workers)
-
-
 def map_in_chunks(
     function: Callable[[Any], Any], items: Sequence, size: int, num_workers: int, description: str
 ) -> Iterator[list]:

@@ -24,10 +24,10 @@ from common.errors import UserError
 from common.files import write_atomically
 from common.interruption import fault_point
 from image_data.annotations import class_in_words
-from image_data.decode import UndecodableImage, decode_image, is_grey, plain_suffix, stored_size
+from image_data.decode import UndecodableImage, decode_image, errors_as_undecodable, is_grey, plain_suffix
 from image_data.workers import process_files
 from preparation.layouts import Collection, Photo
-from preparation.photo_files import modified_at, printable, read_file
+from preparation.photo_files import printable, read_file
 
 MANIFEST = "prepared.json"
 METADATA = "metadata.jsonl"
@@ -97,12 +97,11 @@ def own_split(photos: Iterable[Photo]) -> dict[str, list[Photo]]:
 def with_captions(photos: list[Photo], template: str | None) -> list[Photo]:
     """Return photos with captions made from the names of the classes, where the collection has none of its own."""
 
-    def captioned(photo: Photo) -> Photo:
-        if template is None or photo.caption or not photo.label:
-            return photo
-        return replace(photo, caption=template.replace("{class}", class_in_words(photo.label)))
+    def caption_of(photo: Photo) -> str | tuple[str, ...] | None:
+        missing = template is not None and photo.label and not photo.caption
+        return template.replace("{class}", class_in_words(photo.label)) if missing else photo.caption
 
-    return [captioned(photo) for photo in photos]
+    return [replace(photo, caption=caption_of(photo)) for photo in photos]
 
 
 def plan(
@@ -130,9 +129,8 @@ class PreparedFolder:
         if not (path / MANIFEST).exists():
             strange = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
             if strange:
-                raise UserError(
-                    f"--output {path}: is not empty ({strange[0]}) and was not made by this script; name a new folder"
-                )
+                found = f"is not empty ({strange[0]}) and was not made by this script"
+                raise UserError(f"--output {path}: {found}; name a new folder")
             self._save_manifest({"settings": settings, "images": [], "left_out": {}})
             return
         try:
@@ -178,18 +176,16 @@ class PreparedFolder:
             if OWN_NAME.search(file.name) and file not in files:
                 file.unlink()  # its original is gone, or has moved to the other side of the split
         self._write_tables(rows)
-        manifest = {"layout": collection.layout, "images": images, "left_out": left_out}
-        self._save_manifest({**self.manifest, **manifest})
+        self._save_manifest(self.manifest | {"layout": collection.layout, "images": images, "left_out": left_out})
         return left_out
 
     def _write_image(self, target: Target) -> Outcome:
         try:
             return _write_if_missing(self.path / target.folder / target.stem, target)
         except OSError as error:
-            raise UserError(
-                f"--output {self.path}: cannot be written to ({error.strerror or error}); "
-                "make room there, then give the same command again"
-            ) from error
+            advice = "make room there, then give the same command again"
+            reason = error.strerror or error
+            raise UserError(f"--output {self.path}: cannot be written to ({reason}); {advice}") from error
 
     def _write_tables(self, rows: dict[str, list[dict[str, object]]]) -> None:
         """Write the metadata of each folder; `datasets` wants the same columns, of the same kind, everywhere."""
@@ -209,10 +205,12 @@ class PreparedFolder:
 
 def _write_if_missing(stem: Path, target: Target) -> Outcome:
     try:
-        modified = modified_at(target.photo.path)
+        with errors_as_undecodable():
+            modified = os.stat(target.photo.path).st_mtime
         for suffix in SUFFIXES:
-            if _was_made_of(stem.with_name(stem.name + suffix), modified):
-                return Outcome(suffix, made=False)
+            file = stem.with_name(stem.name + suffix)
+            if file.exists() and int(file.stat().st_mtime) == int(modified):
+                return Outcome(suffix, made=False)  # a prepared image keeps the time of its original
         content, suffix = _encode(read_file(target.photo.path), target.format)
     except UndecodableImage as error:
         return Outcome(None, made=False, reason=str(error))
@@ -228,21 +226,12 @@ def _write_if_missing(stem: Path, target: Target) -> Outcome:
 def _encode(data: bytes, output_format: OutputFormat) -> tuple[bytes, str]:
     """Return the file to be written, and its suffix."""
     channels = output_format.channels or (1 if is_grey(data) else 3)
-    resolution = output_format.resolution or min(stored_size(data))
-    pixels = decode_image(data, channels, resolution, output_format.center_crop)
+    pixels = decode_image(data, channels, output_format.resolution, output_format.center_crop)
     if output_format.resolution is None and (suffix := plain_suffix(data, channels)) is not None:
         return data, suffix  # nothing to change, and a photo as a PNG is many times as large
     file = io.BytesIO()
     Image.fromarray(pixels[0] if channels == 1 else pixels.transpose(1, 2, 0)).save(file, "PNG")
     return file.getvalue(), ".png"
-
-
-def _was_made_of(file: Path, modified: float) -> bool:
-    """Return whether this is the image of a file of that time: a prepared image keeps the time of its original."""
-    try:
-        return int(file.stat().st_mtime) == int(modified)
-    except FileNotFoundError:
-        return False
 
 
 def _stem(photo: Photo) -> str:

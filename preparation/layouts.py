@@ -80,8 +80,7 @@ def recognise(source: Path, leave_out: Path | None = None) -> Collection:
 def _find_layout(folder: Folder) -> tuple[str, list[Photo]]:
     while True:
         for layout, photos_of in LAYOUTS.items():
-            photos = photos_of(folder)
-            if photos is not None:
+            if (photos := photos_of(folder)) is not None:
                 return layout, photos
         inside = folder.sub_folders
         if len(inside) != 1 or any("/" not in name for name in folder.images):
@@ -156,17 +155,13 @@ def _dtd(folder: Folder) -> list[Photo] | None:
 
 def _sysu(folder: Folder) -> list[Photo] | None:
     """Read `<class>/images/`; contours and annotations are beside it."""
-    photos = [name for name in folder.images if re.fullmatch(r"[^/]+/images/[^/]+", name)]
-    classes = {name.split("/")[0] for name in photos}
-    if len(classes) < 2 or classes != set(folder.sub_folders):
-        return None
-    return [_photo(folder, name, portable(name.split("/")[0])) for name in photos]
+    photos = replace(folder, images=[name for name in folder.images if re.fullmatch(r"[^/]+/images/[^/]+", name)])
+    return _in_classes(photos) if len(photos.sub_folders) > 1 and photos.sub_folders == folder.sub_folders else None
 
 
 def _animals10(folder: Folder) -> list[Photo] | None:
     """Read folders with Italian names; the classes get English ones."""
-    names = folder.sub_folders
-    if len(names) < 2 or any(name not in ANIMALS10 for name in names):
+    if len(folder.sub_folders) < 2 or not set(folder.sub_folders) <= ANIMALS10.keys():
         return None
     return [replace(photo, label=ANIMALS10[photo.label]) for photo in _in_classes(folder)]
 
@@ -201,6 +196,7 @@ def _all_photos(folder: Folder) -> list[Photo]:
 
 
 def _in_classes(folder: Folder) -> list[Photo]:
+    """Return the photos below the first level, each of the class that the folder there is named after."""
     return [_photo(folder, name, portable(name.split("/")[0])) for name in folder.images if "/" in name]
 
 

@@ -87,12 +87,6 @@ def read_file(path: str) -> bytes:
         return Path(path).read_bytes()
 
 
-def modified_at(path: str) -> float:
-    """Return when a file was last changed; raise `UndecodableImage` if it is not there."""
-    with errors_as_undecodable():
-        return os.stat(path).st_mtime
-
-
 def portable(name: str) -> str:
     """Return a name as it is on every machine: macOS splits accents in two characters, and bytes may be no text."""
     text = name.encode("utf-8", "surrogatepass").decode("utf-8", "backslashreplace")

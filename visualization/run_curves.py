@@ -35,9 +35,8 @@ def read_run(path: Path) -> tuple[TrainingConfig, list[dict]]:
         raise UserError(f"--run_dir {path}: config.yaml in it is not what a training wrote there") from error
     metrics = run.read_metrics()
     if not metrics:
-        raise UserError(
-            f"--run_dir {path}: there are no metrics in it yet ({run.metrics_file.name}); let it train first"
-        )
+        file = run.metrics_file.name
+        raise UserError(f"--run_dir {path}: there are no metrics in it yet ({file}); let it train first")
     return config, metrics
 
 
