@@ -49,7 +49,7 @@ class SamplerOptions:
 @section("images")
 class ImageOptions:
     seeds: str | None = option(None, "One image for each, e.g. 0-49999 or 0,5,7-9.")
-    num_images: int | None = option(None, f"Seeds 0, 1, ... (default: {DEFAULT_IMAGES}).", POSITIVE, habits="n num")
+    num_images: int | None = option(None, f"Images, from seed 0 (default: {DEFAULT_IMAGES}).", POSITIVE, habits="n num")
 
 
 @section("condition, of models that were trained with one")
