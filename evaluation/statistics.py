@@ -72,10 +72,7 @@ class Statistics:
 def reference_statistics(
     images: ImageSet, extractor: FeatureExtractor, cache_dir: Path, later: int
 ) -> list[Statistics]:
-    """Return on the main process the statistics of all images in every network, from the cache where they are there.
-
-    `later` is how many images are to be seen after them.
-    """
+    """Return on the main process the images' statistics in every network; `later` images are to be seen after them."""
     processes = extractor.processes
     wanted = [identity_of(images, network) for network in extractor.networks]
     found = [_from_cache(identity, cache_dir) for identity in wanted] if processes.is_main else []
