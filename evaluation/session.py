@@ -55,10 +55,8 @@ class Session:
         self.accuracy: ConditionAccuracy | None = None  # of a conditional run
         self.has_score = networks[0].name != "inception" or networks[0].has_logits
         if not self.has_score:
-            logger.info(
-                "No Inception Score: the network found here has no last layer; inception-2015-12-05.pt has one "
-                "(--inception_weights)"
-            )
+            reason = "the network found here has no last layer; inception-2015-12-05.pt has one (--inception_weights)"
+            logger.info("No Inception Score: %s", reason)
 
     def save_statistics(self) -> None:
         """Compute only the real images' statistics."""
