@@ -56,11 +56,7 @@ class FeatureExtractor:
         return batches_of(images, chosen, self.batch_size, self.num_workers, self.processes)
 
     def extract(
-        self,
-        batches: Iterable[Batch],
-        count: int,
-        description: str | None,
-        networks: Sequence[FeatureNetwork] = (),
+        self, batches: Iterable[Batch], count: int, description: str | None, networks: Sequence[FeatureNetwork] = ()
     ) -> list[Features]:
         """Return the features of `count` images in every network, or in these; a process passes its share of them.
 
