@@ -62,12 +62,10 @@ def load_classifier(images: torch.Tensor, labels: torch.Tensor, cache_dir: Path,
 
 
 def hold_out(labels: torch.Tensor) -> torch.Tensor:
-    """Choose the images that are kept from the training: as large a share of every class, drawn at random.
-
-    Where no class has enough for that, one image of each that has several.
-    """
+    """Choose the images that are kept from the training: as large a share of every class, drawn at random."""
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     counts = labels.bincount()
+    # Where no class has enough for that, one image of each that has several.
     kept = counts // HELD_OUT if counts.max() >= HELD_OUT else (counts > 1).long()
     for label in labels.unique().tolist():
         members = torch.nonzero(labels == label).flatten()

@@ -54,10 +54,7 @@ def read_tables(runs: list[str]) -> dict[str, list[Row]]:
 
 
 def find_common_rows(tables: dict[str, list[Row]]) -> tuple[tuple, dict[str, list[Row]]]:
-    """Find a distance that all runs were measured with in the same way: `(column, *method)`, and the rows of each.
-
-    Of several, that of the most images, and FID before its other modes and other features.
-    """
+    """Find a distance that all runs were measured with in the same way: `(column, *method)`, and the rows of each."""
     groups = {}
     for run, rows in tables.items():
         found = comparable_rows(rows, (FID, FD), COMPARED).items()
@@ -71,7 +68,7 @@ def find_common_rows(tables: dict[str, list[Row]]) -> tuple[tuple, dict[str, lis
         failure = "--compare: no number of images, sampler and reference that all runs were measured with"
         raise UserError(f"{failure} ({'; '.join(measured)})")
 
-    def preference(key: tuple) -> tuple:
+    def preference(key: tuple) -> tuple:  # the most images, then FID before its other modes and other features
         column, _, count = key[0].partition("@")
         return int(count), (metric_of(key[0]) == FID) + (column == "fid"), str(key)
 
@@ -80,12 +77,9 @@ def find_common_rows(tables: dict[str, list[Row]]) -> tuple[tuple, dict[str, lis
 
 
 def times_to_levels(lines: dict[str, Line], distance: str) -> list[dict[str, float]]:
-    """Return the seconds of each run to some levels, and how many times as fast it is as the first run.
-
-    The levels go from where the last run begins to what all of them reach.
-    """
-    reached = max(min(value for _, value in line) for line in lines.values())
-    begun = min(line[0][1] for line in lines.values())
+    """Return the seconds of each run to some levels, and how many times as fast it is as the first run."""
+    reached = max(min(value for _, value in line) for line in lines.values())  # by all
+    begun = min(line[0][1] for line in lines.values())  # by the last
     levels = [reached]
     if begun > reached > 0:
         step = math.log(begun / reached) / LEVELS

@@ -26,7 +26,6 @@ from run_folder.config import ConditionalConfig
 
 logger = logging.getLogger(__name__)
 
-PER_CLASS = "evaluation_per_class.csv"
 MOST_LEARNT = 50_000  # real images that the classifier learns from, evenly spread
 FEWEST_OF_A_CLASS = 10
 
@@ -44,10 +43,7 @@ class RequestedConditions:
 def request_conditions(
     config: ConditionalConfig, condition: dict[str, Any], real: EncodedImages, count: int
 ) -> RequestedConditions:
-    """Choose what `count` samples are to show: classes in the proportions of the real images, or captions of these.
-
-    `condition` is the run's own description.
-    """
+    """Choose what `count` samples are to show: classes in the proportions of the real images, or captions of these."""
     rows = torch.as_tensor(real.rows)
     by_text = config.condition == "text"
     captions = find_captions(real.files, config.caption_column) if by_text else None
@@ -151,10 +147,8 @@ class ConditionAccuracy:
 
 
 def in_proportion(sizes: torch.Tensor, count: int) -> torch.Tensor:
-    """Return classes in turn, `count` in all, so that each has its share among the first of them, however many.
-
-    Webster's method: the k-th of class c comes at (k + 1/2) / sizes[c].
-    """
+    """Return classes in turn, `count` in all, so that each has its share among the first of them, however many."""
+    # Webster's method: the k-th of class c comes at (k + 1/2) / sizes[c].
     most = int((count + len(sizes) / 2) * sizes.max() / sizes.sum()) + 2  # of one class, at the most
     turns = (torch.arange(most, dtype=torch.float64)[:, None] + 0.5) / sizes
     return turns.flatten().argsort(stable=True)[:count] % len(sizes)
@@ -162,7 +156,7 @@ def in_proportion(sizes: torch.Tensor, count: int) -> torch.Tensor:
 
 def add_classes(output_dir: Path, measured: Measured, classes: list[dict[str, object]]) -> None:
     """Put the rows of a measurement into the table of classes, in place of earlier ones of the same."""
-    path = output_dir / PER_CLASS
+    path = output_dir / "evaluation_per_class.csv"
     keys = {name: "" if value is None else str(value) for name, value in asdict(measured).items()}
     rows: list[dict[str, object]] = []
     if path.exists():

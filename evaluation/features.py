@@ -3,7 +3,7 @@
 import collections
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,7 +21,6 @@ from evaluation.networks import FeatureNetwork
 logger = logging.getLogger(__name__)
 
 BATCHES_RESIZED_AHEAD = 2
-BLANK_SIDE = 32  # pixels
 WORTH_TIMING = 500  # images
 WORTH_COMPILING = 10_000  # images, by which the time of compiling is won back (benchmarks/inception_speed.json)
 
@@ -57,11 +56,7 @@ class FeatureExtractor:
         return batches_of(images, chosen, self.batch_size, self.num_workers, self.processes)
 
     def extract(
-        self,
-        batches: Iterable[Batch],
-        count: int,
-        description: str | None,
-        networks: list[FeatureNetwork] | None = None,
+        self, batches: Iterable[Batch], count: int, description: str | None, networks: Sequence[FeatureNetwork] = ()
     ) -> list[Features]:
         """Return the features of `count` images in every network, or in these; a process passes its share of them.
 
@@ -180,7 +175,7 @@ class _Pass:
     def finish(self, processes: Processes) -> Features:
         """Sum over all processes, and gather all the features in order on the main one."""
         if not self.indices:  # the others were quicker: take part with none
-            blank = self.network.resized(np.zeros((BLANK_SIDE, BLANK_SIDE, 3), np.uint8))[None]
+            blank = self.network.resized(np.zeros((32, 32, 3), np.uint8))[None]
             self.add(torch.zeros(0, dtype=torch.int64), blank.to(processes.device))
         self._keep_last()
         indices = torch.cat(self.indices)

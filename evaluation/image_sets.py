@@ -162,10 +162,7 @@ ImageSet = EncodedImages | ArrayImages
 
 
 def open_images(path: str, flag: str, resolution: int | None = None) -> ImageSet:
-    """Open the images at a path: an npz file, a folder of image files, or a folder of parquet files.
-
-    `resolution` is the size that a reference is brought to; generated images are measured as they are.
-    """
+    """Open an npz file, a folder of image files or of parquet files; a reference is brought to the `resolution`."""
     found = Path(path).expanduser()
     if found.is_file():
         if found.suffix != ".npz":

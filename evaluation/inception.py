@@ -1,8 +1,4 @@
-"""The Inception network of FID, and where its weights are found.
-
-It is the network that TensorFlow published in 2015 and that every FID in the literature rests on; torchvision's is
-another one. Its weights are read once from one of the files below and kept as safetensors in the cache.
-"""
+"""The Inception network on which every FID rests, TensorFlow's of 2015 and not torchvision's; and its weights."""
 
 import contextlib
 import hashlib
@@ -26,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 SIZE = 299
 URL = "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/inception-2015-12-05.pt"
-DOWNLOAD_TIMEOUT = 10  # seconds without an answer
 
 # The files that carry the network, by their SHA-256.
 CLEAN_FID = "f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4"  # TorchScript
@@ -126,8 +121,7 @@ def read_named_weights(weights: str, cache_dir: Path) -> dict[str, torch.Tensor]
 def find_weights(cache_dir: Path) -> dict[str, torch.Tensor]:
     """Return those of a file with the last layer if it was ever read, though it may be gone; else of what is there."""
     for digest in (CLEAN_FID, TORCH_FIDELITY):
-        state = read_cached(digest, cache_dir)
-        if state is not None:
+        if (state := read_cached(digest, cache_dir)) is not None:
             return state
     source = find_source(cache_dir)
     return converted(source, sha256(source), cache_dir)
@@ -164,7 +158,7 @@ def download(target: Path, url: str = URL) -> bool:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(target) as aside:
-            with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT) as response, aside.open("wb") as file:
+            with urllib.request.urlopen(url, timeout=10) as response, aside.open("wb") as file:
                 shutil.copyfileobj(response, file)
             if sha256(aside) != CLEAN_FID:
                 raise ValueError
@@ -178,8 +172,7 @@ def download(target: Path, url: str = URL) -> bool:
 
 def converted(source: Path, source_digest: str, cache_dir: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a file from the cache, made there on first use and checked at every other."""
-    state = read_cached(source_digest, cache_dir)
-    if state is not None:
+    if (state := read_cached(source_digest, cache_dir)) is not None:
         return state
     if source_digest == TORCH_FIDELITY:
         stored = torch.load(source, map_location="cpu", weights_only=True)
@@ -209,14 +202,11 @@ def _path_in_cache(source_digest: str, cache_dir: Path) -> Path:
 
 
 def read_torchscript(source: Path) -> dict[str, torch.Tensor]:
-    """Read the weights out of a TorchScript file, of which nothing is run.
-
-    It lists the convolutions in the same order as the class above; in another order the shapes would not fit.
-    """
+    """Read the weights out of a TorchScript file, of which nothing is run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         stored = torch.jit.load(source, map_location="cpu").state_dict()
-    tensors = []
+    tensors = []  # in the order of the class above, which is that of the file, or the shapes would not fit
     for name in [name.removesuffix(".mean") for name in stored if name.endswith(".mean")]:
         weight, beta = stored[f"{name}.weight"], stored[f"{name}.beta"]
         tensors += [weight, torch.ones_like(beta), beta, stored[f"{name}.mean"], stored[f"{name}.var"]]

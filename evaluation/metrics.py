@@ -76,21 +76,19 @@ def frechet_distance(generated: Moments, reference: Moments) -> float:
 
 def kernel_distance(generated: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
     """Estimate the squared MMD with the kernel (x.y / d + 1)^3, without bias; mean and deviation over subsets."""
-    from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, KEY_METRIC_KID_STD, kid_features_to_metric
+    from torch_fidelity.metric_kid import kid_features_to_metric
 
     size = min(KERNEL_SUBSET_SIZE, len(generated), len(reference))
     subsets = 1 if size == len(generated) == len(reference) else KERNEL_SUBSETS  # there is but one of all
     sizes = {"kid_subset_size": size, "kid_subsets": subsets}
-    result = kid_features_to_metric(generated.double(), reference.double(), **sizes, verbose=False)
-    return result[KEY_METRIC_KID_MEAN], result[KEY_METRIC_KID_STD]
+    return tuple(kid_features_to_metric(generated.double(), reference.double(), **sizes, verbose=False).values())
 
 
 def inception_score(logits: torch.Tensor) -> tuple[float, float]:
     """Compute exp E KL(p(y|x) | p(y)); return mean and standard deviation over ten splits."""
-    from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, KEY_METRIC_ISC_STD, isc_features_to_metric
+    from torch_fidelity.metric_isc import isc_features_to_metric
 
-    result = isc_features_to_metric(logits, splits=SCORE_SPLITS)
-    return result[KEY_METRIC_ISC_MEAN], result[KEY_METRIC_ISC_STD]
+    return tuple(isc_features_to_metric(logits, splits=SCORE_SPLITS).values())
 
 
 @dataclass

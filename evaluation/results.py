@@ -16,8 +16,6 @@ from run_folder.folder import BEST_SCORES, RESULTS
 
 logger = logging.getLogger(__name__)
 
-AS_JSON = "evaluation_results.json"
-
 Row = dict[str, str | int | float | None]
 
 
@@ -97,7 +95,7 @@ def remove_replaced(output_dir: Path, weights: dict[tuple[int | None, str], str]
 def _write(output_dir: Path, rows: list[Row]) -> None:
     without_blanks = [{name: value for name, value in row.items() if value is not None} for row in rows]
     write_atomically(output_dir / RESULTS, as_csv([*KEYS, *metric_columns(rows)], rows))
-    write_atomically(output_dir / AS_JSON, json.dumps(without_blanks, indent=2) + "\n")
+    write_atomically(output_dir / "evaluation_results.json", json.dumps(without_blanks, indent=2) + "\n")
     write_atomically(output_dir / BEST_SCORES, as_csv(["metric", "best", *KEYS], best_scores(rows)))
 
 

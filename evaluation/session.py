@@ -11,6 +11,7 @@ from common.interruption import Interrupted
 from common.machine import default_num_workers
 from common.processes import Processes
 from conditions.guidance import ALL, GenerationCondition, conditions_at
+from evaluation import results
 from evaluation.condition_accuracy import ConditionAccuracy, add_classes, describe_classes, request_conditions
 from evaluation.curves import draw_guidance, draw_run
 from evaluation.evaluate_options import FEWEST_IMAGES, EvaluationOptions
@@ -18,17 +19,6 @@ from evaluation.features import FeatureExtractor, Features
 from evaluation.image_sets import EncodedImages, ImageSet, open_images
 from evaluation.metrics import measure, metrics_of
 from evaluation.networks import FeatureNetwork
-from evaluation.results import (
-    RESULTS,
-    Measured,
-    add_result,
-    describe_result,
-    describe_rows,
-    find_row,
-    log_to_tensorboard,
-    read_results,
-    remove_replaced,
-)
 from evaluation.samples import Samples, describe_measured, models_of, training_images
 from evaluation.statistics import Statistics, named_statistics, reference_statistics, save_statistics
 from generation.engine import Job
@@ -66,10 +56,8 @@ class Session:
         self.accuracy: ConditionAccuracy | None = None  # of a conditional run
         self.has_score = networks[0].name != "inception" or networks[0].has_logits
         if not self.has_score:
-            logger.info(
-                "No Inception Score: the network found here has no last layer; inception-2015-12-05.pt has one "
-                "(--inception_weights)"
-            )
+            reason = "the network found here has no last layer; inception-2015-12-05.pt has one (--inception_weights)"
+            logger.info("No Inception Score: %s", reason)
 
     def save_statistics(self) -> None:
         """Compute only the real images' statistics."""
@@ -111,7 +99,7 @@ class Session:
         self._load_reference(tuple(size), channels == 1, later=count * len(models) * len(options.guidance_scales))
         conditions = self._choose_conditions(models[0], count)
         if processes.is_main and self.output_dir == self.run.path:
-            remove_replaced(self.output_dir, {(model.step, model.weights): model.sha256 for model in models})
+            results.remove_replaced(self.output_dir, {(model.step, model.weights): model.sha256 for model in models})
 
         jobs = [replace(job, condition=condition) for job in jobs for condition in conditions]
         for number, job in enumerate(jobs, start=1):
@@ -125,14 +113,13 @@ class Session:
             try:
                 self._measure_samples(samples, measured)
             except Interrupted as stop:
-                raise Interrupted(
-                    f"{str(stop).partition(':')[0]}: stopped at {samples.name}; the ones before it are in "
-                    f"{self.output_dir / RESULTS}; start the same command again to continue"
-                ) from stop
+                signal = str(stop).partition(":")[0]
+                where = f"stopped at {samples.name}; the ones before it are in {self.output_dir / results.RESULTS}"
+                raise Interrupted(f"{signal}: {where}; start the same command again to continue") from stop
 
         if processes.is_main:
-            rows = read_results(self.output_dir)
-            print(f"\n{describe_rows(rows, count)}\n")
+            rows = results.read_results(self.output_dir)
+            print(f"\n{results.describe_rows(rows, count)}\n")
             for plot in [*draw_run(self.output_dir, rows, self.has_score), *draw_guidance(self.output_dir, rows)]:
                 logger.info("Drew %s", plot)
             update_evaluation(self.output_dir)
@@ -199,7 +186,7 @@ class Session:
             shown = ConditionOptions(class_labels=[ALL])
         return conditions_at(options.guidance_scales, shown, model, processes.device)
 
-    def _is_measured(self, measured: Measured) -> bool:
+    def _is_measured(self, measured: results.Measured) -> bool:
         """Return whether the table has all metrics of a measurement."""
         wanted = [
             metric.column(network, measured.num_images)
@@ -207,10 +194,10 @@ class Session:
             for metric in metrics_of(network, statistics)
         ]
         wanted += self.accuracy.columns() if self.accuracy else []
-        row = find_row(read_results(self.output_dir), measured)
+        row = results.find_row(results.read_results(self.output_dir), measured)
         return row is not None and all(row.get(column) is not None for column in wanted)
 
-    def _measure_samples(self, samples: Samples, measured: Measured | None) -> None:
+    def _measure_samples(self, samples: Samples, measured: results.Measured | None) -> None:
         """Measure the images of a checkpoint, which are kept or generated now."""
         options, processes = self.options, self.processes
         folder = processes.broadcast(samples.find_kept() if processes.is_main else None)
@@ -228,10 +215,10 @@ class Session:
         if processes.is_main:
             self._report(measured, features, metrics)
             if measured.step is not None:
-                log_to_tensorboard(self.output_dir / self.run.read_config().logging_dir, measured, metrics)
+                results.log_to_tensorboard(self.output_dir / self.run.read_config().logging_dir, measured, metrics)
         processes.barrier()
 
-    def _report(self, measured: Measured, extracted: list[Features], metrics: dict[str, float]) -> None:
+    def _report(self, measured: results.Measured, extracted: list[Features], metrics: dict[str, float]) -> None:
         """Add all metrics to those that are known, put them into the tables and print them."""
         networks, reference = self.extractor.networks, self.reference
         for network, features, statistics in zip(networks, extracted, reference, strict=True):
@@ -242,8 +229,8 @@ class Session:
         if classes:
             add_classes(self.output_dir, measured, classes)
         if self.output_dir is not None:
-            add_result(self.output_dir, measured, metrics)
-        print(f"\n{describe_result(measured, metrics)}\n", flush=True)
+            results.add_result(self.output_dir, measured, metrics)
+        print(f"\n{results.describe_result(measured, metrics)}\n", flush=True)
         if classes:
             print(f"{describe_classes(classes)}\n", flush=True)
         dimensions = max(features.features.shape[1] for features in extracted)

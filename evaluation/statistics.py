@@ -72,10 +72,7 @@ class Statistics:
 def reference_statistics(
     images: ImageSet, extractor: FeatureExtractor, cache_dir: Path, later: int
 ) -> list[Statistics]:
-    """Return on the main process the statistics of all images in every network, from the cache where they are there.
-
-    `later` is how many images are to be seen after them.
-    """
+    """Return on the main process the images' statistics in every network; `later` images are to be seen after them."""
     processes = extractor.processes
     wanted = [identity_of(images, network) for network in extractor.networks]
     found = [_from_cache(identity, cache_dir) for identity in wanted] if processes.is_main else []
@@ -159,13 +156,11 @@ def named_statistics(name: str, mode: str | None, network: FeatureNetwork, size:
 def _of_npz(path: Path, mode: str | None, network: FeatureNetwork, size: tuple[int, int]) -> Statistics:
     """Read mu and sigma as pytorch-fid and clean-fid save them, who do not write down what they are of."""
     if mode is None:
-        raise UserError(
-            f"--statistics {path}: an .npz does not say how its images were resized; say it with --statistics_mode"
-        )
+        missing = "an .npz does not say how its images were resized; say it with --statistics_mode"
+        raise UserError(f"--statistics {path}: {missing}")
     if (network.name, network.mode) != ("inception", mode):
-        raise UserError(
-            f"--statistics {path} do not fit: mode {mode} instead of {network.mode} (--modes {mode} computes that one)"
-        )
+        differing = f"mode {mode} instead of {network.mode} (--modes {mode} computes that one)"
+        raise UserError(f"--statistics {path} do not fit: {differing}")
     kinds = OSError, ValueError, KeyError, zipfile.BadZipFile
     with user_errors(f"--statistics {path}: not an .npz with mu and sigma", *kinds), np.load(path) as arrays:
         mean, covariance = (torch.from_numpy(arrays[name].astype(np.float64)) for name in ("mu", "sigma"))
