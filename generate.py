@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from common.errors import run_script
-from generation.generate_options import DEFAULT_IMAGES, parse_generation, seeds_of
+from generation.generate_options import parse_generation, seeds_of
 from generation.methods import build_method
 
 logger = logging.getLogger("generate")
@@ -34,12 +34,11 @@ def main() -> None:
     folders, seeds = [], seeds_of(options)
     for model in processes.broadcast(models):
         job = Job(model, build_method(options, model), condition_of(options, model, processes.device))
-        logger.info("%s, %s weights: %s", model.source, model.weights, job.method)
+        logger.info("%s, %s weights: %s", model.source, model.weights, job.method.description)
         path = default_folder(job, processes.precision)
         if options.output_dir is not None:
             path = Path(options.output_dir) / (model.name if options.checkpoints else "")
-        most_in_grid = None if options.gather_grid else DEFAULT_IMAGES
-        folders.append(SampleFolder(path, job, seeds, options.format, options.overwrite, most_in_grid))
+        folders.append(SampleFolder(path, job, seeds, options))
 
     if options.interpolate:
         first, last = options.interpolate

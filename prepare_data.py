@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import interruption
 from common.errors import UserError, run_script
 from common.files import lock, make_folder, write_atomically
+from common.interruption import stops_deferred
 from common.options import values_of
 from preparation.prepare_options import PrepareOptions, folders_of, parse_prepare_options
 
@@ -39,7 +39,7 @@ def main() -> None:
     set_up_logging(is_main=True)
     sys.stdout.reconfigure(errors="backslashreplace")  # names of files may have letters that the terminal has not
     try:
-        with interruption.deferred():
+        with stops_deferred():
             make_folder(output)
             lock(output, "--output")
             healthy = (check if options.check else prepare)(options, source, output)

@@ -38,6 +38,11 @@ class DissolvingOptions:
     num_images: int = option(4, "Images, evenly spread over the data set.", POSITIVE)
     resolution: int = option(32, "Size of the images; others are resized and cropped at the centre.", POSITIVE)
 
+    @property
+    def max_train_samples(self) -> int:
+        """Return the number of images under the name that `load_images` knows."""
+        return self.num_images
+
 
 @dataclass
 class Options(DissolvingOptions, PictureOptions):
@@ -46,11 +51,8 @@ class Options(DissolvingOptions, PictureOptions):
 
 def parse(arguments: list[str]) -> Options:
     """Return the options; raise for a schedule that is not known."""
-    options = parse_options(
-        Options,
-        arguments,
-        description="Draw schedules, timestep samplers and loss weights, or with --run_dir how a run fared.",
-    )
+    description = "Draw schedules, timestep samplers and loss weights, or with --run_dir how a run fared."
+    options = parse_options(Options, arguments, description=description)
     known = get_args(get_type_hints(DiffusionOptions)["ddpm_beta_schedule"])
     for name in options.schedules:
         if name not in known:
@@ -79,21 +81,13 @@ def main() -> None:
 
 def draw_diffusion(options: Options) -> list[Path]:
     """Draw the schedules on images and as curves, every timestep sampler, and every loss weighting."""
-    from image_data.data_options import DataOptions
     from image_data.sources import DIGITS, load_images
     from schedulers.ddpm import build_scheduler
     from visualization import diffusion, dissolving
 
-    no_data = options.dataset_name is None and options.train_data_dir is None
-    data = DataOptions(
-        dataset_name=DIGITS if no_data else options.dataset_name,
-        dataset_config_name=options.dataset_config_name,
-        train_data_dir=options.train_data_dir,
-        image_column=options.image_column,
-        cache_dir=options.cache_dir,
-        max_train_samples=options.num_images,
-    )
-    images = dissolving.decode_images(load_images(data), options.resolution)
+    if options.dataset_name is None and options.train_data_dir is None:
+        options.dataset_name = DIGITS
+    images = dissolving.decode_images(load_images(options), options.resolution)
     schedulers = {name: build_scheduler(name, options.ddpm_num_steps) for name in options.schedules}
     folder = make_output_dir(options)
     frames = dissolving.dissolving_frames(images, schedulers, options.seed)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common import interruption
+from common.interruption import EXIT_INTERRUPTED, Interrupted, catch_signals, release_signals
 
 # Seconds by which a process may meet a mistake before the one that says it; starting up takes long on a busy machine.
 LONGEST_HEAD_START = 10
@@ -33,12 +33,12 @@ def user_errors(message: str, *kinds: type[Exception]) -> Iterator[None]:
     except UserError:
         raise
     except kinds as error:
-        raise UserError(f"{message} ({getattr(error, 'strerror', None) or first_line(error)})") from error
+        raise UserError(f"{message} ({reason_of(error)})") from error
 
 
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's `main`; a `UserError` becomes one line and an exit code."""
-    interruption.listen()
+    catch_signals()
     is_local_main = os.environ.get("LOCAL_RANK", "0") == "0"  # one process of each machine is
     try:
         main()
@@ -46,14 +46,14 @@ def run_script(main: Callable[[], None]) -> None:
         if not is_local_main:
             # Most mistakes are every process's, and the launcher ends the others when the first has said it. One
             # that only this process has met must be said too.
-            interruption.stop_listening()
+            release_signals()
             time.sleep(LONGEST_HEAD_START)
         say(f"error: {error}")
         sys.exit(error.exit_code)
-    except interruption.Interrupted as stop:
+    except Interrupted as stop:
         if is_local_main:
             say(str(stop))
-        sys.exit(interruption.EXIT_INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
 
 
 def say(message: str) -> None:
@@ -66,6 +66,6 @@ def first_cause(error: BaseException) -> BaseException:
     return error if error.__cause__ is None else first_cause(error.__cause__)
 
 
-def first_line(error: BaseException) -> str:
-    """Return what a library has to say, for the end of a line of our own."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def reason_of(error: BaseException) -> str:
+    """Return what the system or a library has to say, in a line, for the end of one of our own."""
+    return getattr(error, "strerror", None) or next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from common.errors import UserError
+from common.errors import UserError, user_errors
 
 if TYPE_CHECKING:
     import torch
@@ -82,10 +82,8 @@ def load_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
 
 def make_folder(path: Path) -> None:
     """Make a folder that the user names, unless it is there."""
-    try:
+    with user_errors(f"{path}: this folder cannot be made", OSError):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path}: this folder cannot be made ({error.strerror})") from error
     if not os.access(path, os.W_OK):
         raise UserError(f"{path}: no permission to write to this folder")
 
@@ -107,9 +105,7 @@ def replace_folder(new: Path, target: Path) -> None:
 
 def first_existing(path: Path) -> Path:
     """Return the path itself or the nearest folder above it that is there."""
-    while not path.exists():
-        path = path.parent
-    return path
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def default_cache_dir() -> Path:
@@ -118,10 +114,7 @@ def default_cache_dir() -> Path:
 
 
 def lock(path: Path, flag: str = "--output_dir") -> None:
-    """Hold the folder until this process ends, however it ends.
-
-    A POSIX lock belongs to the process: data workers that outlive it for a moment do not hold it.
-    """
+    """Hold the folder until this process ends, however it ends; data workers that outlive it do not hold it."""
     if path.resolve() in _locks:
         return
     file = (path / LOCK_FILE).open("a")

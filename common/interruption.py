@@ -1,7 +1,7 @@
 """Stops that a person (SIGINT) or a scheduler (SIGTERM) asks for.
 
-Before there is anything to save, the process ends at once. Inside `deferred()` the first signal only leaves a note,
-which the program looks at where it can stop cleanly; a second SIGINT ends the process at once.
+Before there is anything to save, the process ends at once. Inside `stops_deferred()` the first signal only leaves a
+note, which the program looks at where it can stop cleanly; a second SIGINT ends the process at once.
 """
 
 import itertools
@@ -29,19 +29,19 @@ class Interrupted(BaseException):
     """The end that a signal asked for. Not an Exception: no library may swallow it."""
 
 
-def listen() -> None:
+def catch_signals() -> None:
     """Take over SIGTERM and SIGINT."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _handle)
 
 
-def stop_listening() -> None:
+def release_signals() -> None:
     """Give the signals back: they end the process as they do any other."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
 
-def requested() -> str | None:
+def stop_requested() -> str | None:
     """Return the name of the signal that asks for a stop, if one has come."""
     return _requested
 
@@ -53,8 +53,8 @@ def stop_if_requested(state: str) -> None:
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
-    """Let a signal in here be no more than a note for `requested`."""
+def stops_deferred() -> Iterator[None]:
+    """Let a signal in here be no more than a note for `stop_requested`."""
     global _deferred, _requested
     _deferred, _requested = True, None
     try:

@@ -68,5 +68,4 @@ class PendingCopy:
     def get(self) -> torch.Tensor:
         if self._arrived is not None:
             self._arrived.synchronize()
-            self._arrived = None
         return self._on_host

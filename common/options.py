@@ -70,10 +70,7 @@ def section(heading: str, **facts) -> Callable[[type], type]:
 
 
 def sections_of(kind: type) -> list[type]:
-    """Return the sections of a class of options in the order of the help.
-
-    The class inherits from them, the last section first, because that is how dataclasses put the fields in order.
-    """
+    """Return the sections that a class of options inherits from, the last of the help first, in the help's order."""
     return [base for base in reversed(kind.__mro__) if "_facts" in vars(base)]
 
 
@@ -115,8 +112,9 @@ def parse_options(
     options = kind(**{name: value for section in sections for name, value in vars(section).items()})
     for name, value in vars(options).items():
         must_be = facts[name].must_be
-        if must_be is not None and value is not None and not must_be.accepts(value):
-            raise UserError(f"--{name} {value}: must be {must_be.wanted}")
+        for number in value if isinstance(value, list) else [value]:
+            if must_be is not None and number is not None and not must_be.accepts(number):
+                raise UserError(f"--{name} {number}: must be {must_be.wanted}")
     return options
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
@@ -30,7 +30,7 @@ LOST_CONTACT = re.compile("connection|timed out|timeout|peer|nccl|socket", re.IG
 PATIENCE = timedelta(hours=2)
 # A process that has not come to a step for this long is lost. One that has died is noticed at once.
 LOST_AFTER = timedelta(minutes=10)
-ROLL_CALL = timedelta(seconds=10)
+ROLL_CALL_SECONDS = 10
 
 
 class ProcessOptions(Protocol):
@@ -95,19 +95,14 @@ class Processes:
         """Return all processes' rows of a tensor on the CPU to the main process, and none to the others."""
         if self.count == 1:
             return rows
-        counts = self.all_gather(len(rows))
-        # Collectives want one size.
-        filled = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])])
-        parts = [torch.empty_like(filled) for _ in counts] if self.is_main else None
+        parts = [rows] * self.count if self.is_main else None
         with self.reporting_dead_peers():
-            dist.gather(filled, parts, group=self._patient)
-        return torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)]) if self.is_main else rows[:0]
+            dist.gather_object(rows, parts, group=self._patient)
+        return torch.cat(parts) if self.is_main else rows[:0]
 
     def barrier(self) -> None:
         """Return when all processes are here."""
-        if self.count > 1:
-            with self.reporting_dead_peers():
-                dist.barrier(group=self._patient)
+        self.all_gather(None)
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
@@ -145,7 +140,7 @@ class Processes:
             self._store.set(str(self.index), "here")
         except RuntimeError:
             return "0"
-        end, lost = time.monotonic() + ROLL_CALL.total_seconds(), []
+        end, lost = time.monotonic() + ROLL_CALL_SECONDS, []
         for index in range(self.count):
             try:
                 self._store.wait([str(index)], timedelta(seconds=max(0.1, end - time.monotonic())))
@@ -153,10 +148,19 @@ class Processes:
                 lost.append(str(index))
         return ", ".join(lost)
 
-    def shared_counter(self) -> SharedCounter:
-        """Return a new number that all processes add to."""
+    def shared_counter(self) -> Callable[[int], int]:
+        """Return a function that adds to a new number of all processes, waits for none, and returns what it was.
+
+        The number lives with process 0, which must end last.
+        """
         self._counters += 1
-        return SharedCounter(self, f"count {self._counters}")
+        name = f"count {self._counters}"
+
+        def add(amount: int) -> int:
+            with self.reporting_dead_peers():
+                return self._store.add(name, amount) - amount
+
+        return add
 
     def finish(self) -> None:
         """Leave the group in good order."""
@@ -167,18 +171,6 @@ class Processes:
         """Wait for the device, so that a clock read next is true."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-
-
-class SharedCounter:
-    """A number that all processes add to and none waits for. It lives with process 0, which must end last."""
-
-    def __init__(self, processes: Processes, name: str):
-        self._processes, self._name = processes, name
-
-    def add(self, amount: int) -> int:
-        """Return the number before this was added."""
-        with self._processes.reporting_dead_peers():
-            return self._processes._store.add(self._name, amount) - amount
 
 
 def start_processes(options: ProcessOptions) -> Processes:
@@ -218,7 +210,11 @@ def start_processes(options: ProcessOptions) -> Processes:
     processes = Processes(accelerator)
     set_up_logging(processes.is_main)
     logger.info(accelerator.state)
-    _set_threads(processes)  # on GPUs too: distances and statistics are computed on the CPU
+    # Launchers set one thread per process whatever the machine; a number the user chose is left alone. On GPUs too the
+    # cores are shared among the processes of the machine: distances and statistics are computed on the CPU.
+    launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if os.environ.get("OMP_NUM_THREADS") in ((None, "1") if launched else (None,)):
+        torch.set_num_threads(max(1, int(usable_cores()) // processes.local_count))
     # Both ways: torch allows it for convolutions by default, some containers allow it everywhere.
     torch.backends.cuda.matmul.allow_tf32 = options.allow_tf32
     torch.backends.cudnn.allow_tf32 = options.allow_tf32
@@ -228,21 +224,10 @@ def start_processes(options: ProcessOptions) -> Processes:
 def _join_again(world_size: int) -> None:
     """Meet the other processes after torchrun has started all of them again.
 
-    torch 2.15 keeps the addresses of those that have died under the same keys and then waits for them (a bare
-    all-reduce under `torchrun --standalone --max-restarts` hangs); keys with the number of the restart do not clash.
+    torch 2.15 waits for those that have died, whose addresses are under the same keys (a bare all-reduce under
+    `torchrun --standalone --max-restarts` hangs); keys with the number of the restart do not clash.
     """
     store, rank, _ = next(dist.rendezvous("env://"))
     attempt = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=attempt, rank=rank, world_size=world_size, timeout=LOST_AFTER)
-
-
-def _set_threads(processes: Processes) -> None:
-    """Share the cores among the processes of this machine.
-
-    Launchers set one thread per process whatever the machine; a number the user chose is left alone.
-    """
-    launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    chosen = os.environ.get("OMP_NUM_THREADS")
-    if chosen is None or (launched and chosen == "1"):
-        torch.set_num_threads(max(1, int(usable_cores()) // processes.local_count))

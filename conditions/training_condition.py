@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 EXAMPLES = 8  # captions in a sample grid if no prompts are given
 
-
 # The captions of every row of a data set, and its classes; None where there are none, or they are not needed.
 Annotations = tuple[list[list[str]] | None, Labels | None]
 
@@ -98,6 +97,4 @@ def encode_captions(
         "vocabulary": sorted({word for caption in captions for word in words_of(caption)}),
     }
     table, grid = map(EncodedCaptions, files)
-    condition = TextCondition(table, description, grid=grid)
-    condition.parts = parts
-    return condition
+    return TextCondition(table, description, grid=grid, parts=parts)

@@ -1,10 +1,4 @@
-"""A small network that recognises the classes of real images, to judge whether samples show what was asked for.
-
-It is trained once for a data set, on four fifths of the images. Its accuracy on the last fifth belongs to every number
-that it gives.
-"""
-
-from __future__ import annotations
+"""A small network, trained once on the real images, that judges whether samples show the class that was asked for."""
 
 import hashlib
 import logging
@@ -14,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.errors import first_line, user_errors
+from common.errors import reason_of, user_errors
 from common.files import load_safetensors, make_folder, save_safetensors
 from common.progress import progress_bar
 from common.randomness import generator_for
@@ -55,15 +49,15 @@ def load_classifier(images: torch.Tensor, labels: torch.Tensor, cache_dir: Path,
         network.load_state_dict(load_safetensors(path)[0])
     except (OSError, RuntimeError) as error:
         if path.exists():
-            logger.warning("%s is damaged and is made again (%s)", path, first_line(error))
+            logger.warning("%s is damaged and is made again (%s)", path, reason_of(error))
         make_folder(path.parent)  # the training can take minutes
         train(network.to(device), images[~held_out], labels[~held_out])
         with user_errors(f"--cache_dir {cache_dir}: the classifier cannot be kept there", OSError):
             save_safetensors(network.state_dict(), path)
     classifier = Classifier(network.to(device).eval(), 0.0, int(held_out.sum()))
     classifier.accuracy = (classifier.classes_of(images[held_out]) == labels[held_out]).double().mean().item()
-    percent = 100 * classifier.accuracy
-    logger.info("The classifier recognises %.1f %% of %d real images it has not seen", percent, classifier.num_held_out)
+    found = 100 * classifier.accuracy, classifier.num_held_out
+    logger.info("The classifier recognises %.1f %% of %d real images it has not seen", *found)
     return classifier
 
 
@@ -120,9 +114,9 @@ def shifted(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Move all images by the same few pixels; what leaves on one side is lost."""
     most = int(images.shape[-1] * LARGEST_SHIFT)
     down, right = torch.randint(-most, most + 1, (2,), generator=generator).tolist()
-    padded = nn.functional.pad(images, (most, most, most, most), mode="replicate")
     height, width = images.shape[-2:]
-    return padded[:, :, most + down : most + down + height, most + right : most + right + width]
+    padded = nn.functional.pad(images, (most, most, most, most), mode="replicate")
+    return padded[:, :, most + down :, most + right :][:, :, :height, :width]
 
 
 def scaled(images: torch.Tensor) -> torch.Tensor:

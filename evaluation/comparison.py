@@ -1,9 +1,8 @@
 """Several runs in one plot, and how long each took to the same FID, or the same distance in other features."""
 
-from __future__ import annotations
-
 import logging
 import math
+from itertools import pairwise
 from pathlib import Path
 
 from common.errors import UserError
@@ -28,8 +27,8 @@ def compare_runs(runs: list[str], output_dir: Path) -> None:
     by_seconds = {name: line_of(rows, column, "train_seconds") for name, rows in rows_of_runs.items()}
     by_step = {name: line_of(rows, column, "step") for name, rows in rows_of_runs.items()}
     make_folder(output_dir)
-    method = zip(COMPARED, key[1:], strict=True)
-    title = ", ".join([column, *(describe_setting(part, value) for part, value in method if value not in (None, "no"))])
+    method = [pair for pair in zip(COMPARED, key[1:], strict=True) if pair[1] not in (None, "no")]
+    title = ", ".join([column, *(describe_setting(*pair) for pair in method)])
     for lines, against, curve in ((by_seconds, "train_seconds", SECONDS), (by_step, "step", STEPS)):
         path = output_dir / f"{metric.name.upper()}_vs_{curve}.png"
         draw(path, lines, metric, against, published={}, title=title)
@@ -59,24 +58,18 @@ def find_common_rows(tables: dict[str, list[Row]]) -> tuple[tuple, dict[str, lis
 
     Of several, that of the most images, and FID before its other modes and other features.
     """
-    groups = {
-        run: {
-            key: some
-            for key, some in comparable_rows(rows, (FID, FD), COMPARED).items()
-            if line_of(some, key[0], "train_seconds")
-        }
-        for run, rows in tables.items()
-    }
+    groups = {}
+    for run, rows in tables.items():
+        found = comparable_rows(rows, (FID, FD), COMPARED).items()
+        groups[run] = {key: some for key, some in found if line_of(some, key[0], "train_seconds")}
     shared = set.intersection(*map(set, groups.values()))
     if not shared:
         measured = []
-        for run, found in groups.items():
-            keys = sorted(" ".join(str(part) for part in key if part is not None) for key in found)
-            measured.append(f"{run}: {' and '.join(keys) or 'no FID and time of training'}")
-        raise UserError(
-            f"--compare: no number of images, sampler and reference that all runs were measured with "
-            f"({'; '.join(measured)})"
-        )
+        for run, keys in groups.items():
+            names = sorted(" ".join(str(part) for part in key if part is not None) for key in keys)
+            measured.append(f"{run}: {' and '.join(names) or 'no FID and time of training'}")
+        failure = "--compare: no number of images, sampler and reference that all runs were measured with"
+        raise UserError(f"{failure} ({'; '.join(measured)})")
 
     def preference(key: tuple) -> tuple:
         column, _, count = key[0].partition("@")
@@ -107,13 +100,8 @@ def times_to_levels(lines: dict[str, Line], distance: str) -> list[dict[str, flo
 
 
 def time_to(line: Line, level: float) -> float:
-    """Return where a line first comes down to a level, straight between its points."""
-    before: tuple[float, float] | None = None
-    for seconds, value in line:
-        if value <= level:
-            if before is None or value == before[1]:
-                return seconds
-            share = (before[1] - level) / (before[1] - value)
-            return before[0] + share * (seconds - before[0])
-        before = (seconds, value)
-    raise ValueError(f"the line does not come down to {level}")
+    """Return where a line first comes down to a level that it reaches, straight between its points."""
+    if line[0][1] <= level:
+        return line[0][0]
+    (start, before), (end, after) = next(ends for ends in pairwise(line) if ends[1][1] <= level)
+    return start + (before - level) / (before - after) * (end - start)

@@ -1,32 +1,28 @@
 """Samples of a conditional run against what they were to show: class by class, at every guidance scale."""
 
-from __future__ import annotations
-
 import csv
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from common.errors import UserError
 from common.files import write_atomically
+from common.processes import Processes
 from evaluation.classifier import Classifier, load_classifier
+from evaluation.features import Features
 from evaluation.image_sets import Batch, EncodedImages, batches_of
 from evaluation.metrics import AS_ASKED, CLASSIFIER_ACCURACY, FD, FID, Moments, frechet_distance
+from evaluation.networks import FeatureNetwork
 from evaluation.results import KEYS, Measured, as_csv
 from evaluation.statistics import MOST_FEATURES_KEPT, Statistics
 from generation.generate_options import ConditionOptions
 from image_data.annotations import fill_templates, find_captions, find_labels
 from image_data.sources import spread
-
-if TYPE_CHECKING:
-    from common.processes import Processes
-    from evaluation.features import Features
-    from evaluation.networks import FeatureNetwork
-    from run_folder.config import ConditionalConfig
+from run_folder.config import ConditionalConfig
 
 logger = logging.getLogger(__name__)
 

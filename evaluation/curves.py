@@ -1,7 +1,5 @@
 """Curves over a run. A line never joins different numbers of images."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -54,11 +52,9 @@ def draw_guidance(output_dir: Path, rows: list[Row]) -> list[Path]:
     """Draw distance and share of samples that show what was asked for against the guidance scale, at the last step."""
     rows = [row for row in rows if guidance_scale_of(row) is not None and row["step"] is not None]
     last = max((row["step"] for row in rows), default=None)
-    points = [
-        {**row, "settings": _without_guidance_scale(row), "guidance_scale": guidance_scale_of(row)}
-        for row in rows
-        if row["step"] == last
-    ]
+    points = [{**row, "guidance_scale": guidance_scale_of(row)} for row in rows if row["step"] == last]
+    for point in points:  # of one line, whatever their guidance scale
+        point["settings"] = re.sub(r" ?guidance_scale=\S+", "", point["settings"])
     shown = [metric for metric in (FID, FD, AS_ASKED) if lines_of(points, metric, "guidance_scale")]
     if len({point["guidance_scale"] for point in points}) < 2 or not shown:
         return []
@@ -73,18 +69,14 @@ def draw_guidance(output_dir: Path, rows: list[Row]) -> list[Path]:
     return [path]
 
 
-def _without_guidance_scale(row: Row) -> str:
-    return " ".join(part for part in row["settings"].split() if not part.startswith("guidance_scale="))
-
-
 def lines_of(rows: list[Row], metric: Metric, against: str) -> dict[str, Line]:
     """Return a line for every number of images and every method; their labels say what distinguishes them."""
-    groups = {key: line_of(some, key[0], against) for key, some in comparable_rows(rows, [metric]).items()}
-    groups = {key: line for key, line in groups.items() if line}
-    varying = [position for position in range(1, len(METHOD) + 1) if len({key[position] for key in groups}) > 1]
+    groups = comparable_rows(rows, [metric]).items()
+    lines = {key: line for key, some in groups if (line := line_of(some, key[0], against))}
+    varying = [(name, place) for place, name in enumerate(METHOD, start=1) if len({key[place] for key in lines}) > 1]
     return {
-        ", ".join([key[0], *(describe_setting(METHOD[position - 1], key[position]) for position in varying)]): line
-        for key, line in groups.items()
+        ", ".join([key[0], *(describe_setting(name, key[place]) for name, place in varying)]): line
+        for key, line in lines.items()
     }
 
 
@@ -134,21 +126,17 @@ def draw(
             axes.tick_params(axis="y", which="minor", labelsize=7)
             axes.grid(which="minor")
         axes.margins(y=0.1)
-        axes.set_xlabel("training step" if against == "step" else "seconds of training")
-        axes.set_ylabel(metric.label)
-        if title:
-            axes.set_title(title, fontsize=8, color=NOTE)
+        axes.set(xlabel="training step" if against == "step" else "seconds of training", ylabel=metric.label)
+        axes.set_title(title, fontsize=8, color=NOTE)
         axes.legend(fontsize=8)
 
 
 def draw_missing_score(path: Path) -> None:
     """Write the file that somebody looks for, without a number that nobody measured."""
+    text = (
+        "Inception Score: not available\n\nThe Inception network found here has no last layer, hence no logits.\n"
+        "With inception-2015-12-05.pt (--inception_weights) this picture is drawn."
+    )
     with drawing(path, panel_width=7) as (_, panels):
-        axes = panels[0, 0]
-        axes.set_axis_off()
-        text = (
-            "Inception Score: not available\n\n"
-            "The Inception network found here has no last layer, hence no logits.\n"
-            "With inception-2015-12-05.pt (--inception_weights) this picture is drawn."
-        )
-        axes.text(0.5, 0.5, text, ha="center", va="center", linespacing=1.6)
+        panels.item().set_axis_off()
+        panels.item().text(0.5, 0.5, text, ha="center", va="center", linespacing=1.6)

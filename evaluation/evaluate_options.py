@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from common.errors import UserError
 from common.options import NOT_NEGATIVE, POSITIVE, facts_of, option, parse_options, section
@@ -13,60 +13,40 @@ from generation.methods import chosen_method
 from run_folder.folder import RunFolder
 
 FEWEST_IMAGES = 10  # the Inception Score takes ten splits, and an image needs five neighbours
-MODES = ("legacy_tensorflow", "clean", "legacy_pytorch")
+Mode = Literal["legacy_tensorflow", "clean", "legacy_pytorch"]
 
 
 @section("what is measured: images, or every checkpoint of a run")
 class ImagesOptions:
-    generated: str | None = option(
-        None, "Generated images: a folder of image or parquet files, or an .npz.", habits="fake samples images"
-    )
-    run_dir: str | None = option(
-        None, "A run: its checkpoints are measured, each with images generated for it.", habits="model"
-    )
+    generated: str | None = option(None, "Images: a folder of them, of parquet, or .npz.", habits="fake samples images")
+    run_dir: str | None = option(None, "A run: images are generated for its checkpoints.", habits="model")
     compare: list[str] = option([], "Two or more runs that have been measured: curves in one plot, times to equal FID.")
-    num_images: int | None = option(
-        None, "Images to measure (default: all of --generated; 10000 of a run).", POSITIVE, habits="num"
-    )
+    num_images: int | None = option(None, "Images to measure (default: all, 10000 of a run).", POSITIVE, habits="num")
 
 
 @section("a run: its checkpoints, and how images of them are generated")
 class RunOptions:
     checkpoints: list[str] = option([], "Steps of the run to measure (default: every checkpoint that is there).")
-    weights: Literal["ema", "raw"] | None = option(
-        None, "Weights of the checkpoints (default: ema where there is one)."
-    )
-    batch_size: int | None = option(
-        None, "Images per process and forward pass (default: the largest that pays, measured at the start).", POSITIVE
-    )
+    weights: Literal["ema", "raw"] | None = option(None, "Weights of checkpoints (default: ema where there is one).")
+    batch_size: int | None = option(None, "Images per process and pass (default: measured at the start).", POSITIVE)
     guidance_scales: list[float] = option(
-        [1.0],
-        "Guidance scales to measure, 1 being none, of a conditional run, told the real images' captions or their "
-        "classes in the same proportions.",
+        [1.0], "Guidance scales to measure, 1 being none, with captions or classes of the real images.", NOT_NEGATIVE
     )
     keep_images: bool = option(False, "Keep them in the run's folder, where generate.py would put them.")
 
 
 @section("what it is measured against (for a run: the images that it was trained on)")
 class ReferenceOptions:
-    real: str | None = option(None, "Real images: a folder of image or parquet files, or an .npz.", habits="reference")
-    dataset_name: str | None = option(
-        None, "Real images: Hub id or local folder of a data set, or 'digits'.", habits="data"
-    )
+    real: str | None = option(None, "Folder of image or parquet files, or an .npz.", habits="reference")
+    dataset_name: str | None = option(None, "Hub id or local folder of a data set, or 'digits'.", habits="data")
     dataset_config_name: str | None = option(None, "Configuration of the data set, if it has several.")
     train_data_dir: str | None = option(None, "Real images: folder of images in the layout of training.")
     split: str = option("train", "Split of the data set.")
     image_column: str | None = option(None, "Column with the images; found by itself if there is only one.")
-    resolution: int | None = option(
-        None,
-        "Size real images are brought to, shorter side and centre crop (default: that of the generated).",
-        POSITIVE,
-    )
+    resolution: int | None = option(None, "Size real images are brought to (default: the generated's).", POSITIVE)
     on_bad_image: Literal["fail", "skip"] = option("fail", "What to do with a real image that cannot be decoded.")
     statistics: str | None = option(None, "File of --save_statistics, or an .npz with mu and sigma.")
-    statistics_mode: Literal["legacy_tensorflow", "clean", "legacy_pytorch"] | None = option(
-        None, "How the images behind an .npz with mu and sigma were resized."
-    )
+    statistics_mode: Mode | None = option(None, "How the images behind an .npz with mu and sigma were resized.")
     save_statistics: str | None = option(None, "Write the real images' statistics to this file (.safetensors).")
 
 
@@ -77,14 +57,11 @@ class FeatureOptions:
     )
     modes: list[str] = option(
         ["legacy_tensorflow"],
-        "How Inception is shown the images, clean-fid's modes: legacy_tensorflow (that of papers), clean, "
-        "legacy_pytorch. One or several.",
+        "One or several modes of clean-fid: legacy_tensorflow (of papers), clean, legacy_pytorch.",
     )
     inception_weights: str | None = option(None, "inception-2015-12-05.pt or .pth, if it is not found by itself.")
     feature_batch_size: int = option(32, "Images of a pass of the feature network.", POSITIVE)
-    mixed_precision: Literal["no", "bf16"] = option(
-        "no", "Precision of all networks; with bf16 the error of the features is said."
-    )
+    mixed_precision: Literal["no", "bf16"] = option("no", "Precision of all networks; the error of bf16 is shown.")
     compile: bool = option(True, "Compile the feature network where there are images enough for it to pay.")
 
 
@@ -106,10 +83,6 @@ class EvaluationOptions(OutputOptions, FeatureOptions, ReferenceOptions, RunOpti
     allow_tf32: ClassVar[bool] = False  # numbers are compared
 
 
-SOURCES = ("generated", "run_dir", "compare")
-REFERENCES = ("real", "dataset_name", "train_data_dir", "statistics")
-
-
 def parse_evaluation(arguments: list[str]) -> EvaluationOptions:
     """Return the options of evaluate.py, `validate`d."""
     options = parse_options(
@@ -124,8 +97,9 @@ def parse_evaluation(arguments: list[str]) -> EvaluationOptions:
 def validate(options: EvaluationOptions) -> None:
     """Raise for what no evaluation can be."""
     chosen_method(options)
-    named = [f"--{name}" for name in SOURCES if getattr(options, name)]
-    references = [f"--{name}" for name in REFERENCES if getattr(options, name)]
+    named = [f"--{name}" for name in ("generated", "run_dir", "compare") if getattr(options, name)]
+    references = ("real", "dataset_name", "train_data_dir", "statistics")
+    references = [f"--{name}" for name in references if getattr(options, name)]
     if len(named) > 1:
         raise UserError(f"{' and '.join(named)}: name one thing to measure")
     if len(references) > 1:
@@ -140,15 +114,13 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError("--save_statistics without --generated: say with --resolution what size to bring the images to")
     if options.save_statistics and (len(options.modes) > 1 or options.statistics):
         raise UserError("--save_statistics holds real images in one of the --modes: name one, and no --statistics")
-    unknown = [mode for mode in options.modes if mode not in MODES]
-    if unknown or not options.modes:
-        raise UserError(f"--modes {' '.join(unknown)}: choose from {', '.join(MODES)}")
+    unknown = [mode for mode in options.modes if mode not in get_args(Mode)]
+    if unknown:
+        raise UserError(f"--modes {' '.join(unknown)}: choose from {', '.join(get_args(Mode))}")
     if len(set(options.modes)) < len(options.modes):
         raise UserError(f"--modes {' '.join(options.modes)}: one of them is named twice")
     if options.num_images is not None and options.num_images < FEWEST_IMAGES:
         raise UserError(f"--num_images {options.num_images}: must be at least {FEWEST_IMAGES}")
-    if not options.guidance_scales or min(options.guidance_scales) < 0:
-        raise UserError("--guidance_scales: one or several numbers, 0 or greater; 1 is no guidance")
     for name, facts in {**facts_of(RunOptions), **facts_of(SamplerOptions)}.items():
         if getattr(options, name) != facts.default and not options.run_dir:
             raise UserError(f"--{name} goes with --run_dir")

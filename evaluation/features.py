@@ -1,27 +1,22 @@
 """One pass of a network over each image: everything that the metrics need."""
 
-from __future__ import annotations
-
 import collections
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from common.errors import UserError, first_line
+from common.errors import UserError, reason_of
 from common.machine import PendingCopy, to_device, usable_cores
+from common.processes import Processes
 from common.progress import progress_bar
 from evaluation.image_sets import Batch, ImageSet, batches_of
 from evaluation.metrics import Moments
-
-if TYPE_CHECKING:
-    from common.processes import Processes
-    from evaluation.networks import FeatureNetwork
+from evaluation.networks import FeatureNetwork
 
 logger = logging.getLogger(__name__)
 
@@ -57,25 +52,26 @@ class FeatureExtractor:
         self.processes, self._may_compile = processes, may_compile
         self._announced: tuple[int, tuple[int, int]] | None = None
 
-    def only(self, networks: list[FeatureNetwork]) -> FeatureExtractor:
-        """Return the same with some of the networks."""
-        return FeatureExtractor(networks, self.batch_size, self.num_workers, self.processes)
-
     def batches(self, images: ImageSet, chosen: torch.Tensor) -> Iterator[Batch]:
         """Yield this process's share of these images of a set."""
         return batches_of(images, chosen, self.batch_size, self.num_workers, self.processes)
 
-    def extract(self, batches: Iterable[Batch], count: int, description: str | None) -> list[Features]:
-        """Return the features of all images in every network, from this process's share of them.
+    def extract(
+        self,
+        batches: Iterable[Batch],
+        count: int,
+        description: str | None,
+        networks: list[FeatureNetwork] | None = None,
+    ) -> list[Features]:
+        """Return the features of `count` images in every network, or in these; a process passes its share of them.
 
-        The share is any part of the `count` images, in batches of at most `batch_size`; together the processes have
-        all. Without a description there is no bar: then the images come from something that shows its own.
+        Without a description there is no bar: then the images come from something that shows its own.
         """
-        passes = [_Pass(network, self.batch_size, self.processes.device) for network in self.networks]
+        passes = [_Pass(network, self.batch_size, self.processes.device) for network in networks or self.networks]
         hidden = description is None or not self.processes.is_local_main
         bar = progress_bar(total=-(-count // self.processes.count), desc=description, unit="images", disable=hidden)
         with bar, torch.inference_mode():
-            for indices, *inputs in self._resized_ahead(batches):
+            for indices, *inputs in self._resized_ahead(batches, [one.network for one in passes]):
                 for one, pixels in zip(passes, inputs, strict=True):
                     one.add(indices, to_device(pixels, self.processes.device))
                 bar.update(len(indices))
@@ -91,33 +87,30 @@ class FeatureExtractor:
             self._compile(size)
         self._may_compile = False
         share = -(-count // self.processes.count)
-        if share < WORTH_TIMING or self._announced == (count, size):
-            return
-        self._announced = count, size
-        seconds = self._seconds_per_batch(size) * share / self.batch_size
-        rate = count / seconds
-        duration = divmod(round(seconds), 60)
-        logger.info("About %.0f images a second: %d images take about %d min %02d s", rate, count, *duration)
+        if share >= WORTH_TIMING and self._announced != (count, size):
+            self._announced = count, size
+            seconds = self._seconds_per_batch(size) * share / self.batch_size
+            numbers = count / seconds, count, *divmod(round(seconds), 60)
+            logger.info("About %.0f images a second: %d images take about %d min %02d s", *numbers)
 
     def _compile(self, size: tuple[int, int]) -> None:
         """Compile the networks for images of this size; if that is not possible, go on without."""
-        originals = [one.network for one in self.networks]
-        compiled = {id(network): torch.compile(network) for network in originals}  # all modes share one network
-        for one, network in zip(self.networks, originals, strict=True):
-            one.network = compiled[id(network)]
+        original = self.networks[0].network  # all modes share one
+        compiled = torch.compile(original)
+        for one in self.networks:
+            one.network = compiled
         try:
             self._seconds_per_batch(size)
         except Exception as error:  # no compiler on this machine, for example
-            logger.warning("The feature network is not compiled: %s", first_line(error))
-            for one, network in zip(self.networks, originals, strict=True):
-                one.network = network
+            logger.warning("The feature network is not compiled: %s", reason_of(error))
+            for one in self.networks:
+                one.network = original
 
     def _seconds_per_batch(self, size: tuple[int, int]) -> float:
         """Time one image many times over; the first pass, which may take long, is not counted."""
         image = np.zeros((*size, 3), np.uint8)
-        start = 0.0
-        with torch.inference_mode():
-            for _ in range(2):
+        for _ in range(2):
+            with torch.inference_mode():
                 start = time.perf_counter()
                 for network in self.networks:
                     batch = network.resized(image).expand(self.batch_size, -1, -1, -1)
@@ -125,29 +118,22 @@ class FeatureExtractor:
                 self.processes.synchronize_device()
         return time.perf_counter() - start
 
-    def _resized_ahead(self, batches: Iterable[Batch]) -> Iterator[list[torch.Tensor]]:
+    def _resized_ahead(self, batches: Iterable[Batch], networks: list[FeatureNetwork]) -> Iterator[list[torch.Tensor]]:
         """Yield each batch's indices and its images for every network, resized by threads while others are computed."""
         threads = max(1, int(usable_cores()) // self.processes.local_count)
+        waiting: collections.deque[list] = collections.deque()
         with ThreadPoolExecutor(threads) as pool:
-
-            def begin(network: FeatureNetwork, images: torch.Tensor) -> torch.Tensor | list[Future]:
-                if network.resize is None:
-                    return images
-                return [pool.submit(network.resized, image) for image in images.permute(0, 2, 3, 1).numpy()]
-
-            def finish(indices: torch.Tensor, *pending: torch.Tensor | list[Future]) -> list[torch.Tensor]:
-                return [indices] + [
-                    part if isinstance(part, torch.Tensor) else torch.stack([image.result() for image in part])
-                    for part in pending
-                ]
-
-            waiting: collections.deque[list] = collections.deque()
             for indices, images in batches:
-                waiting.append([indices, *(begin(network, images) for network in self.networks)])
+                pixels = images.permute(0, 2, 3, 1).numpy()
+                inputs = [pool.map(one.resized, pixels) if one.resize else images for one in networks]
+                waiting.append([indices, *inputs])
                 if len(waiting) > BATCHES_RESIZED_AHEAD:
-                    yield finish(*waiting.popleft())
-            for batch in waiting:
-                yield finish(*batch)
+                    yield _finished(waiting.popleft())
+            yield from map(_finished, waiting)
+
+
+def _finished(batch: list[torch.Tensor | Iterator[torch.Tensor]]) -> list[torch.Tensor]:
+    return [part if isinstance(part, torch.Tensor) else torch.stack([*part]) for part in batch]
 
 
 class _Pass:

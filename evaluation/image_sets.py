@@ -1,29 +1,25 @@
 """Sets of images that a user can name: a folder, an npz file, a data set. Each image is uint8 RGB."""
 
-from __future__ import annotations
-
+import contextlib
 import hashlib
 import logging
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from common.errors import UserError, user_errors
 from common.files import sha256
+from common.processes import Processes
 from generation.sample_folder import RECORD
 from image_data.data_options import DataOptions
-from image_data.decode import UndecodableImage, decode_image, is_grey, upright_size
-from image_data.sources import load_images, spread
+from image_data.decode import UndecodableImage, decode_image, errors_as_undecodable, is_grey, upright_size
+from image_data.sources import ImageSource, load_images, spread
 from image_data.workers import map_in_workers
-
-if TYPE_CHECKING:
-    from common.processes import Processes
-    from image_data.sources import ImageSource
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +50,8 @@ class FolderFiles:
 
     def read(self, index: int) -> bytes:
         """Return the bytes of a file."""
-        try:
+        with errors_as_undecodable():
             return self.paths[index].read_bytes()
-        except OSError as error:
-            raise UndecodableImage(error.strerror or str(error)) from error
 
     def describe(self, index: int) -> str:
         """Return where the user finds a file."""
@@ -65,10 +59,7 @@ class FolderFiles:
 
 
 class EncodedImages:
-    """Image files as pixels: of the size they have, which must be one, or resized and cropped at the centre.
-
-    The centre, because a random crop would change the reference at every visit.
-    """
+    """Image files as pixels: of the size they have, which must be one, or resized and cropped at the centre."""
 
     def __init__(self, files: FolderFiles | ImageSource, resolution: int | None = None, channels: int = 3):
         self.files = files
@@ -81,15 +72,14 @@ class EncodedImages:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def without_bad(self, num_workers: int) -> EncodedImages:
+    def without_bad(self, num_workers: int) -> Self:
         """Leave out what cannot be decoded, which takes decoding everything once."""
         parts = torch.arange(len(self.files)).split(DECODED_AT_A_TIME)
-        decodable = [row for rows in map_in_workers(self._decodable, parts, num_workers) for row in rows]
-        if not decodable:
+        self.rows = [row for rows in map_in_workers(self._decodable, parts, num_workers) for row in rows]
+        if not self.rows:
             raise UserError(f"none of the {len(self.files)} images of {self.name} can be decoded")
-        for row in sorted(set(range(len(self.files))) - set(decodable)):
+        for row in sorted(set(range(len(self.files))).difference(self.rows)):
             logger.warning("%s cannot be decoded and is left out", self.files.describe(row))
-        self.rows = decodable
         return self
 
     def pixels(self, index: int) -> np.ndarray:
@@ -108,10 +98,9 @@ class EncodedImages:
         return self.channels == 1 or all(map(self._is_grey, spread(len(self.files), SAMPLED_FOR_COLOUR)))
 
     def _is_grey(self, row: int) -> bool:
-        try:
+        with contextlib.suppress(UndecodableImage):
             return is_grey(self.files.read(row))
-        except UndecodableImage:
-            return True  # whether that is an error is decided when it is decoded
+        return True  # whether that is an error is decided when it is decoded
 
     def _decode(self, data: bytes) -> np.ndarray:
         return decode_image(data, self.channels, self.resolution, center_crop=self.resolution is not None)
@@ -119,11 +108,9 @@ class EncodedImages:
     def _decodable(self, rows: torch.Tensor) -> list[int]:
         found = []
         for row in rows.tolist():
-            try:
+            with contextlib.suppress(UndecodableImage):
                 self._decode(self.files.read(row))
-            except UndecodableImage:
-                continue
-            found.append(row)
+                found.append(row)
         return found
 
     def _read(self, row: int, function: Callable[[bytes], Any]) -> Any:
@@ -150,10 +137,8 @@ class ArrayImages:
                 raise UserError(f"{path} holds no arr_0 and no images, only: {', '.join(arrays.files) or 'nothing'}")
             images = arrays[names[0]]
         if images.dtype != np.uint8 or images.ndim not in (3, 4):
-            raise UserError(
-                f"{path}: {names[0]} is {images.dtype} {list(images.shape)}; "
-                "uint8 [n, height, width, channels] is needed"
-            )
+            found = f"{names[0]} is {images.dtype} {list(images.shape)}"
+            raise UserError(f"{path}: {found}; uint8 [n, height, width, channels] is needed")
         images = images[..., None] if images.ndim == 3 else images
         if images.shape[3] not in (1, 3, 4) and images.shape[1] in (1, 3, 4):
             images = images.transpose(0, 2, 3, 1)
@@ -187,10 +172,8 @@ def open_images(path: str, flag: str, resolution: int | None = None) -> ImageSet
             raise UserError(f"{flag} {path}: a file must be an .npz with the images; otherwise name a folder")
         images = ArrayImages(found)
         if resolution is not None and images.size != (resolution, resolution):
-            raise UserError(
-                f"{flag} {path} holds images of {images.size[1]}x{images.size[0]} pixels where "
-                f"{resolution}x{resolution} are needed; an npz file is taken as it is"
-            )
+            sizes = f"{images.size[1]}x{images.size[0]} pixels where {resolution}x{resolution} are needed"
+            raise UserError(f"{flag} {path} holds images of {sizes}; an npz file is taken as it is")
         return images
     if (found / RECORD).is_file():
         # generate.py's folder also holds grids, which are pictures but no samples.
@@ -219,19 +202,15 @@ def as_rgb(images: torch.Tensor) -> torch.Tensor:
 def batches_of(
     images: ImageSet, indices: torch.Tensor, batch_size: int, num_workers: int, processes: Processes | None = None
 ) -> Iterator[Batch]:
-    """Yield these images of a set, or a process's share of them, decoded ahead by workers.
-
-    Whole batches are dealt to the processes: what a network makes of an image can depend in its last bits on the
-    others beside it, and so the number of processes changes nothing.
-    """
+    """Yield these images of a set, or a process's share of them, decoded ahead by workers."""
     parts = indices.split(batch_size)
     if processes is not None:
+        # Whole batches, since what a network makes of an image depends in its last bits on the others beside it.
         parts = parts[processes.index :: processes.count]
     num_workers = num_workers if isinstance(images, EncodedImages) else 0
-    decoded = map_in_workers(partial(_decode_batch, images), parts, num_workers)
-    for part, pixels in zip(parts, decoded, strict=True):
-        yield part, torch.from_numpy(pixels)
+    decoded = map_in_workers(partial(_pixels_of, images), parts, num_workers)
+    yield from zip(parts, map(torch.from_numpy, decoded), strict=True)
 
 
-def _decode_batch(images: ImageSet, part: torch.Tensor) -> np.ndarray:
+def _pixels_of(images: ImageSet, part: torch.Tensor) -> np.ndarray:
     return np.stack([images.pixels(index) for index in part.tolist()])

@@ -4,8 +4,6 @@ It is the network that TensorFlow published in 2015 and that every FID in the li
 another one. Its weights are read once from one of the files below and kept as safetensors in the cache.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util
@@ -27,7 +25,6 @@ from common.files import load_safetensors, save_safetensors, sha256, written_asi
 logger = logging.getLogger(__name__)
 
 SIZE = 299
-SPATIAL_CHANNELS = 7
 URL = "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/inception-2015-12-05.pt"
 DOWNLOAD_TIMEOUT = 10  # seconds without an answer
 
@@ -43,10 +40,7 @@ NAMES = {
 
 
 class InceptionV3(nn.Module):
-    """A network from images [n, 3, 299, 299] of about -1..1 to the features of FID and sFID and, perhaps, logits.
-
-    The blocks are torch-fidelity's, the names those of its state.
-    """
+    """Images [n, 3, 299, 299] of about -1..1 become features of FID and sFID, in torch-fidelity's blocks and names."""
 
     def __init__(self, with_logits: bool):
         super().__init__()
@@ -75,8 +69,7 @@ class InceptionV3(nn.Module):
         x = nn.functional.max_pool2d(x, kernel_size=3, stride=2)
         x = self.Mixed_6a(self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x))))
         x = self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(x)))
-        # sFID's is the first branch of this block (TensorFlow's mixed_6/conv), seven channels of 17 x 17.
-        spatial = x[:, :SPATIAL_CHANNELS]
+        spatial = x[:, :7]  # sFID's: seven channels of this block's first branch (TensorFlow's mixed_6/conv), 17 x 17
         x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(self.Mixed_6e(x))))
         features = x.float().mean(dim=(2, 3))
         outputs = {"features": features, "spatial": spatial.flatten(1).float()}
@@ -125,9 +118,8 @@ def read_named_weights(weights: str, cache_dir: Path) -> dict[str, torch.Tensor]
     except OSError as error:
         raise UserError(f"--inception_weights {weights} cannot be read: {error.strerror}") from error
     if digest not in NAMES:
-        raise UserError(
-            f"--inception_weights {weights} (sha256 {digest}) is none of the files known: {'; '.join(NAMES.values())}"
-        )
+        known = "; ".join(NAMES.values())
+        raise UserError(f"--inception_weights {weights} (sha256 {digest}) is none of the files known: {known}")
     return converted(source, digest, cache_dir)
 
 
@@ -224,12 +216,11 @@ def read_torchscript(source: Path) -> dict[str, torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         stored = torch.jit.load(source, map_location="cpu").state_dict()
-    convolutions = [name.removesuffix(".mean") for name in stored if name.endswith(".mean")]
-    with_logits = "output.weight" in stored
     tensors = []
-    for name in convolutions:
+    for name in [name.removesuffix(".mean") for name in stored if name.endswith(".mean")]:
         weight, beta = stored[f"{name}.weight"], stored[f"{name}.beta"]
         tensors += [weight, torch.ones_like(beta), beta, stored[f"{name}.mean"], stored[f"{name}.var"]]
+    with_logits = "output.weight" in stored
     if with_logits:
         tensors += [stored["output.weight"], stored["output.bias"]]
     return dict(zip(names_of_weights(with_logits), tensors, strict=True))

@@ -65,11 +65,8 @@ class Moments:
 
 
 def frechet_distance(generated: Moments, reference: Moments) -> float:
-    """Compute |m - m'|^2 + tr(C + C' - 2 sqrt(C C')), Heusel et al. 2017, equation 6.
-
-    C C' has the eigenvalues of the symmetric sqrt(C') C sqrt(C'). The square root of an asymmetric matrix, which is
-    slow and turns complex where images are few, is never needed.
-    """
+    """Compute |m - m'|^2 + tr(C + C' - 2 sqrt(C C')), Heusel et al. 2017, equation 6."""
+    # C C' has the eigenvalues of the symmetric sqrt(C') C sqrt(C'), whose root never turns complex and is fast.
     product = reference.root @ generated.covariance @ reference.root
     trace_of_root = torch.linalg.eigvalsh((product + product.T) / 2).clamp(min=0).sqrt().sum()
     distance = (generated.mean - reference.mean).square().sum()
@@ -82,14 +79,9 @@ def kernel_distance(generated: torch.Tensor, reference: torch.Tensor) -> tuple[f
     from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, KEY_METRIC_KID_STD, kid_features_to_metric
 
     size = min(KERNEL_SUBSET_SIZE, len(generated), len(reference))
-    whole = size == len(generated) == len(reference)  # then there is one subset only
-    result = kid_features_to_metric(
-        generated.double(),
-        reference.double(),
-        kid_subset_size=size,
-        kid_subsets=1 if whole else KERNEL_SUBSETS,
-        verbose=False,
-    )
+    subsets = 1 if size == len(generated) == len(reference) else KERNEL_SUBSETS  # there is but one of all
+    sizes = {"kid_subset_size": size, "kid_subsets": subsets}
+    result = kid_features_to_metric(generated.double(), reference.double(), **sizes, verbose=False)
     return result[KEY_METRIC_KID_MEAN], result[KEY_METRIC_KID_STD]
 
 
@@ -113,27 +105,22 @@ class Neighbourhoods:
     def of(cls, features: torch.Tensor, device: torch.device) -> Neighbourhoods:
         """Compute the distances on this device."""
         if len(features) <= COVERAGE_NEIGHBOURS:
-            raise UserError(
-                f"a set of {len(features)} images is too small for precision and recall: "
-                f"an image needs {COVERAGE_NEIGHBOURS} neighbours"
-            )
+            failure = f"a set of {len(features)} images is too small for precision and recall"
+            raise UserError(f"{failure}: an image needs {COVERAGE_NEIGHBOURS} neighbours")
         # In float64 where there is any: equal images are then at a distance far below all others.
         features = features.to(device, torch.float32 if device.type == "mps" else torch.float64)
         farthest = COVERAGE_NEIGHBOURS + 1  # each is its own nearest
-        nearest = [
-            torch.cdist(block, features).topk(farthest, largest=False).values
-            for block in features.split(_rows_at_once(features))
-        ]
-        nearest = torch.cat(nearest)
+        blocks = features.split(_rows_at_once(features))
+        nearest = torch.cat([torch.cdist(block, features).topk(farthest, largest=False).values for block in blocks])
         return cls(features, nearest[:, PRECISION_NEIGHBOURS], nearest[:, COVERAGE_NEIGHBOURS])
 
 
 def compare_neighbourhoods(generated: Neighbourhoods, reference: Neighbourhoods) -> dict[str, float]:
     """Compute precision and recall with three neighbours, density and coverage with five.
 
-    Precision is the share of generated images within the ball around a real one, recall that of real ones within the
-    ball around a generated one. Density is the number of real balls that hold a generated image, as a multiple of the
-    number expected of a real image; coverage is the share of real balls that hold one.
+    Precision is the share of generated images in the ball around a real one, recall that of real ones in the ball
+    around a generated one; density the number of real balls around a generated image, as a multiple of what a real
+    image has; coverage the share of real balls that hold a generated one.
     """
     precise, balls = [], []
     recalled = torch.zeros(len(reference.features), dtype=torch.bool, device=reference.features.device)
@@ -178,15 +165,13 @@ class Metric:
         return f"{self.name}{network_name}{f'_{network.mode}' if has_mode else ''}@{count}"
 
 
-STEPS, FIRST_STEPS, SECONDS = "TrainingSteps", "TrainingSteps_First25", "TrainingSeconds"
+ALL_CURVES = STEPS, FIRST_STEPS, SECONDS = "TrainingSteps", "TrainingSteps_First25", "TrainingSeconds"
 _FRECHET = {"compute": frechet_distance, "lower_is_better": True}
 _KERNEL = {"compute": kernel_distance, "lower_is_better": True}
 
-FID = Metric("fid", "moments", networks="inception", label="FID", curves=(STEPS, FIRST_STEPS, SECONDS), **_FRECHET)
 # The I of FID and KID is Inception's.
-FD = Metric(
-    "fd", "moments", networks="others", label="Fréchet distance", curves=(STEPS, FIRST_STEPS, SECONDS), **_FRECHET
-)
+FID = Metric("fid", "moments", networks="inception", label="FID", curves=ALL_CURVES, **_FRECHET)
+FD = Metric("fd", "moments", networks="others", label="Fréchet distance", curves=ALL_CURVES, **_FRECHET)
 INCEPTION_SCORE = Metric("is", "logits", inception_score, "inception", "Inception Score", curves=(STEPS, FIRST_STEPS))
 # These two are found by evaluation/condition_accuracy.py.
 AS_ASKED = Metric("as_asked", label="share as asked")

@@ -1,29 +1,20 @@
 """The networks whose features are compared, each with the way it wants its images."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
 
 from common.errors import UserError, user_errors
 from common.files import sha256
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from evaluation.evaluate_options import EvaluationOptions
+from evaluation.evaluate_options import EvaluationOptions
 
 PUBLISHED = {"dinov2": "facebook/dinov2-large", "clip": "openai/clip-vit-base-patch32"}
 VGG16_SIZE = 224
-IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-Outputs = dict[str, torch.Tensor]  # "features" always; "spatial" and "logits" where the network has them
 
 
 @dataclass
@@ -52,8 +43,8 @@ class FeatureNetwork:
         """Return an image, uint8 [height, width, 3], as `compute` takes it: [3, height, width]."""
         return torch.from_numpy(image if self.resize is None else self.resize(image)).permute(2, 0, 1)
 
-    def compute(self, images: torch.Tensor, precision: torch.dtype | None = None) -> Outputs:
-        """Return features of images [n, 3, height, width] with values of 0..255, in float32."""
+    def compute(self, images: torch.Tensor, precision: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Return of images [n, 3, height, width] of 0..255, in float32: features, perhaps spatial ones and logits."""
         precision = precision or self.precision
         inputs = self.scale(images.float()).contiguous(memory_format=torch.channels_last)
         with torch.autocast(images.device.type, precision, enabled=precision != torch.float32):
@@ -66,7 +57,7 @@ def load_networks(options: EvaluationOptions, cache_dir: Path, device: torch.dev
     """Load what `--features` names, once for each mode in which it is to see the images."""
     path = Path(options.features).expanduser()
     if options.features == "inception":
-        networks = inception_networks(options.modes, options.inception_weights, cache_dir, device)
+        networks = inception_networks(options, cache_dir, device)
     elif path.is_file():
         networks = [vgg16_network(path, device)]
     elif options.features in PUBLISHED or path.is_dir():
@@ -81,13 +72,11 @@ def load_networks(options: EvaluationOptions, cache_dir: Path, device: torch.dev
     return networks
 
 
-def inception_networks(
-    modes: list[str], weights: str | None, cache_dir: Path, device: torch.device
-) -> list[FeatureNetwork]:
+def inception_networks(options: EvaluationOptions, cache_dir: Path, device: torch.device) -> list[FeatureNetwork]:
     """Return Inception in some of clean-fid's three modes: one network, which sees other pixels in each."""
     from evaluation.inception import load_inception
 
-    network, digest = load_inception(weights, cache_dir)
+    network, digest = load_inception(options.inception_weights, cache_dir)
     network = network.to(device, memory_format=torch.channels_last)
     resizing = {
         "legacy_tensorflow": (None, resize_like_tensorflow),
@@ -96,7 +85,7 @@ def inception_networks(
     }
     return [
         FeatureNetwork("inception", mode, digest, network, resize=resizing[mode][0], scale=resizing[mode][1])
-        for mode in modes
+        for mode in options.modes
     ]
 
 
@@ -184,7 +173,7 @@ def vgg16_network(path: Path, device: torch.device) -> FeatureNetwork:
         raise UserError(f"--features {path}: not the state of torchvision's VGG16") from error
     # To the second fully connected layer and its ReLU, where precision and recall were first measured.
     network = nn.Sequential(model.features, model.avgpool, nn.Flatten(), model.classifier[:5])
-    normalise = normaliser(IMAGENET_MEAN, IMAGENET_DEVIATION, device)
+    normalise = normaliser((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), device)  # of ImageNet
     return FeatureNetwork(
         name="vgg16",
         mode=f"tensorflow-{VGG16_SIZE}",

@@ -1,7 +1,5 @@
 """What was measured: a table that grows by rows and columns, the best of each, and TensorBoard."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

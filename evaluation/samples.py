@@ -1,38 +1,27 @@
 """The checkpoints of a run, the images generated for each, and the real ones they are compared with."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from common.errors import UserError
 from common.files import sha256
+from common.processes import Processes
 from evaluation.image_sets import Batch, EncodedImages, as_rgb, open_images
 from evaluation.results import Measured
+from evaluation.statistics import Identity
 from generation.engine import InferenceSettings, Job, generate_images, prefers_channels_last
 from generation.methods import OWN_SETTINGS
-from generation.sample_folder import (
-    RECORD,
-    SampleFolder,
-    UnusableFolder,
-    complete_folders,
-    default_folder,
-    read_record,
-)
+from generation.sample_folder import RECORD, SampleFolder, UnusableFolder, complete_folders, default_folder, read_record
 from image_data.sources import load_images
 from run_folder.checkpoints import WEIGHTS, checkpoints
+from run_folder.config import TrainingConfig
 from run_folder.folder import RunFolder
 from run_folder.saved_model import SavedModel, find_models
-
-if TYPE_CHECKING:
-    from common.processes import Processes
-    from evaluation.statistics import Identity
-    from run_folder.config import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +31,14 @@ NAMED_SETTINGS = (*OWN_SETTINGS, "guidance_scale")  # besides the sampler and it
 def models_of(run: RunFolder, steps: list[str], weights: str | None) -> list[SavedModel]:
     """Return the checkpoints of a run, oldest first, and its pipeline if that holds weights that none of them has."""
     if not checkpoints(run.path):
-        return [_at_last_step(model) for model in find_models(str(run.path), steps, weights)]
+        (pipeline,) = find_models(str(run.path), steps, weights)
+        lines = run.read_metrics()
+        last = {name: lines[-1][name] for name in ("step", "train_seconds")} if lines else {}
+        return [replace(pipeline, **last)]
     models = find_models(str(run.path), steps or ["all"], weights)
     if not steps and weights != "raw" and run.pipeline_file.is_file():
         models += _pipeline_beside(run, models)
     return models
-
-
-def _at_last_step(pipeline: SavedModel) -> SavedModel:
-    """Return a pipeline without checkpoints as what the run ended with."""
-    lines = RunFolder(pipeline.path).read_metrics()
-    return replace(pipeline, step=lines[-1]["step"], train_seconds=lines[-1]["train_seconds"]) if lines else pipeline
 
 
 def _pipeline_beside(run: RunFolder, models: list[SavedModel]) -> list[SavedModel]:
@@ -86,7 +72,7 @@ def describe_measured(known: dict[str, Any], num_images: int, reference: Identit
         images=known["name"],
         sha256=known["sha256"],
         reference=reference.describe(),
-        reference_fingerprint=reference.short_fingerprint,
+        reference_fingerprint=reference.fingerprint[:8],  # enough to distinguish data of one name
         precision=precision,
     )
 
@@ -111,11 +97,11 @@ class Samples:
     def find_kept(self) -> Path | None:
         """Return the folder in which generate.py or an evaluation kept these images, if there are enough."""
         record = read_record(self.folder)
-        if record is None or not record["complete"] or record["sha256"] != self.job.model.sha256:
+        wanted = {"complete": True, "sha256": self.job.model.sha256, **self.settings}
+        if record is None or any(record.get(name) != value for name, value in wanted.items()):
             return None
         first, _, last = record["seeds"].partition(",")[0].partition("-")
-        is_same_method = all(record.get(name) == value for name, value in self.settings.items())
-        if not is_same_method or first != "0" or int(last or 0) + 1 < self.count:
+        if first != "0" or int(last or 0) + 1 < self.count:
             return None
         found = len(open_images(str(self.folder), "--run_dir"))
         if found != record["images"]:

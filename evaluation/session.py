@@ -1,23 +1,23 @@
 """The course of an evaluation: find the images and the reference, measure, write the results."""
 
-from __future__ import annotations
-
 import logging
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from common import interruption
 from common.errors import UserError
+from common.interruption import Interrupted
 from common.machine import default_num_workers
+from common.processes import Processes
 from conditions.guidance import ALL, GenerationCondition, conditions_at
 from evaluation.condition_accuracy import ConditionAccuracy, add_classes, describe_classes, request_conditions
 from evaluation.curves import draw_guidance, draw_run
-from evaluation.evaluate_options import FEWEST_IMAGES
+from evaluation.evaluate_options import FEWEST_IMAGES, EvaluationOptions
 from evaluation.features import FeatureExtractor, Features
 from evaluation.image_sets import EncodedImages, ImageSet, open_images
 from evaluation.metrics import measure, metrics_of
+from evaluation.networks import FeatureNetwork
 from evaluation.results import (
     RESULTS,
     Measured,
@@ -40,11 +40,6 @@ from image_data.sources import load_images, spread
 from run_folder.folder import RunFolder
 from run_folder.publish import update_evaluation
 from run_folder.saved_model import SavedModel
-
-if TYPE_CHECKING:
-    from common.processes import Processes
-    from evaluation.evaluate_options import EvaluationOptions
-    from evaluation.networks import FeatureNetwork
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +79,7 @@ class Session:
         """Measure a folder or file of generated images."""
         options = self.options
         images = open_images(options.generated, "--generated")
-        count = len(images) if options.num_images is None else options.num_images
+        count = options.num_images or len(images)
         if count > len(images):
             raise UserError(f"--num_images {count}: there are only {len(images)} images in {options.generated}")
         if count < FEWEST_IMAGES:
@@ -98,8 +93,8 @@ class Session:
         features = self.extractor.extract(self.extractor.batches(images, chosen), count, images.name)
         if self.processes.is_main:
             known = {**(record or {}), "name": path.name if record else images.name, "sha256": images.fingerprint}
-            identity = self.reference[0].identity
-            self._report(describe_measured(known, count, identity, options.mixed_precision), features, {})
+            measured = describe_measured(known, count, self.reference[0].identity, options.mixed_precision)
+            self._report(measured, features, {})
         self.processes.barrier()
 
     def measure_run(self) -> None:
@@ -107,23 +102,18 @@ class Session:
         options, processes = self.options, self.processes
         models = models_of(self.run, options.checkpoints, options.weights) if processes.is_main else None
         models = processes.broadcast(models)
-        methods = [build_method(options, model) for model in models]
-        for model in models:
-            if model.condition is None and options.guidance_scales != [1.0]:
-                scales = " ".join(f"{scale:g}" for scale in options.guidance_scales)
-                raise UserError(f"--guidance_scales {scales}: {model.name} was trained without a condition")
-        count = DEFAULT_IMAGES if options.num_images is None else options.num_images
+        jobs = [Job(model, build_method(options, model)) for model in models]
+        if models[0].condition is None and options.guidance_scales != [1.0]:
+            scales = " ".join(f"{scale:g}" for scale in options.guidance_scales)
+            raise UserError(f"--guidance_scales {scales}: {models[0].name} was trained without a condition")
+        count = options.num_images or DEFAULT_IMAGES
         channels, *size = models[0].shape
         self._load_reference(tuple(size), channels == 1, later=count * len(models) * len(options.guidance_scales))
         conditions = self._choose_conditions(models[0], count)
         if processes.is_main and self.output_dir == self.run.path:
             remove_replaced(self.output_dir, {(model.step, model.weights): model.sha256 for model in models})
 
-        jobs = [
-            Job(model, method, condition=condition)
-            for model, method in zip(models, methods, strict=True)
-            for condition in conditions
-        ]
+        jobs = [replace(job, condition=condition) for job in jobs for condition in conditions]
         for number, job in enumerate(jobs, start=1):
             samples = Samples(job, count, options.mixed_precision, options.batch_size, processes)
             measured = samples.describe(self.reference[0].identity) if processes.is_main else None
@@ -134,8 +124,8 @@ class Session:
             self.extractor.prepare(count, tuple(size), later=count * (len(jobs) - number))
             try:
                 self._measure_samples(samples, measured)
-            except interruption.Interrupted as stop:
-                raise interruption.Interrupted(
+            except Interrupted as stop:
+                raise Interrupted(
                     f"{str(stop).partition(':')[0]}: stopped at {samples.name}; the ones before it are in "
                     f"{self.output_dir / RESULTS}; start the same command again to continue"
                 ) from stop
@@ -151,8 +141,8 @@ class Session:
         """Load the real images' statistics, for generated images of this size, of which so many are measured later."""
         options, processes = self.options, self.processes
         if options.statistics:
-            named = options.statistics, options.statistics_mode
             if processes.is_main:
+                named = options.statistics, options.statistics_mode
                 self.reference = [named_statistics(*named, network, size) for network in self.extractor.networks]
             return
         with processes.main_first():
@@ -194,8 +184,9 @@ class Session:
             return [GenerationCondition()]
         try:
             config = self.run.read_config()
-            real = self.real_images
-            if not self.is_reference_labelled:
+            if self.is_reference_labelled:
+                real = self.real_images
+            else:
                 real = training_images(config, "train", options.cache_dir, num_workers)
             requested = request_conditions(config, model.condition, real, count)
             if requested.class_names:
@@ -259,9 +250,6 @@ class Session:
         counts = [measured.num_images, reference[0].identity.count, *(row["samples"] for row in classes)]
         fewest = min(filter(None, counts))  # how many are behind an .npz is not known
         if fewest < dimensions:
-            logger.warning(
-                "FID of %d images is far above that of many: its covariance wants %s at least%s",
-                fewest,
-                f"{dimensions:,}",
-                "" if reference[0].features is None else ". Read kid, which is not biased",
-            )
+            advice = "" if reference[0].features is None else ". Read kid, which is not biased"
+            message = f"its covariance wants {dimensions:,} at least{advice}"
+            logger.warning("FID of %d images is far above that of many: %s", fewest, message)

@@ -1,7 +1,5 @@
 """The statistics of real images, computed once and kept with all that they depend on."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -9,7 +7,6 @@ import logging
 import zipfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,10 +16,8 @@ from common.files import load_safetensors, save_safetensors
 from evaluation.features import FeatureExtractor
 from evaluation.image_sets import ImageSet
 from evaluation.metrics import Moments, Neighbourhoods
+from evaluation.networks import FeatureNetwork
 from image_data.sources import spread
-
-if TYPE_CHECKING:
-    from evaluation.networks import FeatureNetwork
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +49,6 @@ class Identity:
         split = f"[{self.split}]" if self.split else ""
         cropped = ", cropped at the centre" if self.cropped else ""
         return f"{self.images}{split}, {self.count} images of {self.width}x{self.height}{cropped}"
-
-    @property
-    def short_fingerprint(self) -> str:
-        """Return enough to distinguish data that are called the same."""
-        return self.fingerprint[:8]
 
 
 @dataclass
@@ -93,9 +83,9 @@ def reference_statistics(
     missing = processes.broadcast([number for number, one in enumerate(found) if one is None])
     if missing:
         extractor.prepare(len(images), images.size, later)
-        some = extractor.only([extractor.networks[number] for number in missing])
-        batches = some.batches(images, torch.arange(len(images)))
-        computed = some.extract(batches, len(images), f"Reference {images.name}")
+        batches = extractor.batches(images, torch.arange(len(images)))
+        networks = [extractor.networks[number] for number in missing]
+        computed = extractor.extract(batches, len(images), f"Reference {images.name}", networks)
         if processes.is_main:
             for number, features in zip(missing, computed, strict=True):
                 kept = features.features[torch.as_tensor(spread(features.count, MOST_FEATURES_KEPT))]

@@ -1,30 +1,23 @@
 """From seeds to images on any number of processes, with the same bits whatever their number."""
 
-from __future__ import annotations
-
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
-from common import interruption
-from common.errors import UserError, user_errors
+from common.errors import user_errors
+from common.interruption import Interrupted, fault_point, stop_requested
+from common.processes import Processes
 from common.progress import progress_bar
 from conditions.guidance import GenerationCondition
 from generation.generate_options import BATCHES_TO_SHARE, SMALLEST_BATCH
-from schedulers.denoising import denoise, to_uint8
-
-if TYPE_CHECKING:
-    from common.processes import Processes
-    from run_folder.saved_model import SavedModel
-    from schedulers.denoising import DenoisingMethod
+from run_folder.saved_model import SavedModel
+from schedulers.denoising import DenoisingMethod, denoise, to_uint8
 
 logger = logging.getLogger(__name__)
 
@@ -82,19 +75,18 @@ def generate(
 ) -> Iterator[tuple[Job, list[int], torch.Tensor]]:
     """Yield `(job, seeds, images)` of this process's share of the batches, of which each is a job and its seeds.
 
-    All processes must call it with the same batches and exhaust it. Whoever is ready takes the next one, so that no
-    process idles before the last batches, and none waits for another until the end. Inside `interruption.deferred()` a
-    stop is noticed within a denoising step: the batch is given up and `Interrupted` is raised in every process; what
-    was yielded before is good.
+    All processes must call it with the same batches and exhaust it; whoever is ready takes the next one. Inside
+    `stops_deferred()` a stop is noticed within a denoising step: the batch is given up and `Interrupted` is
+    raised in every process; what was yielded before is good.
     """
     if not batches:
         return
     running = RunningNetwork(batches[0][0], processes, settings)
     running.warm_up(batches)
-    taken, progress = processes.shared_counter(), SharedProgress(batches, processes)
+    take_batches, progress = processes.shared_counter(), SharedProgress(batches, processes)
     stopped, made = False, 0
     with progress.bar:
-        while not stopped and (number := taken.add(1)) < len(batches):
+        while not stopped and (number := take_batches(1)) < len(batches):
             job, seeds = batches[number]
             if running.job is not job:
                 running = None  # its memory is needed for the next
@@ -106,17 +98,17 @@ def generate(
             else:
                 yield job, seeds, images
                 made += len(seeds)
-                interruption.fault_point("generated")
-                stopped = interruption.requested() is not None
+                fault_point("generated")
+                stopped = stop_requested() is not None
         if stopped:
-            taken.add(len(batches))  # the others finish their batch and find no other
+            take_batches(len(batches))  # the others finish their batch and find no other
         progress.report()
-        signals, counts = zip(*processes.all_gather((interruption.requested() if stopped else None, made)), strict=True)
+        signals, counts = zip(*processes.all_gather((stop_requested() if stopped else None, made)), strict=True)
         if processes.is_main:  # it keeps the shared count, and now sees what all have done
             progress.report()
     if any(signals):
         total = sum(len(seeds) for _, seeds in batches)
-        raise interruption.Interrupted(
+        raise Interrupted(
             f"{next(filter(None, signals))}: stopped after {sum(counts):,} of {total:,} images; "
             f"start the same command again to continue"
         )
@@ -134,8 +126,7 @@ class RunningNetwork:
     """
 
     def __init__(self, job: Job, processes: Processes, settings: InferenceSettings):
-        self.job, self.processes, self.batch_size = job, processes, settings.batch_size
-        self.is_compiled = settings.compile
+        self.job, self.processes, self.settings = job, processes, settings
         self.network = job.model.load(processes.device)
         if settings.channels_last:
             self.network.to(memory_format=torch.channels_last)
@@ -143,15 +134,12 @@ class RunningNetwork:
             self.network.compile()
 
     def generate(
-        self,
-        seeds: list[int],
-        on_step: Callable[[int, torch.Tensor], None],
-        initial_noise: torch.Tensor | None = None,
+        self, seeds: list[int], on_step: Callable[[int, torch.Tensor], None], initial_noise: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the images of at most a batch of seeds, uint8, on the CPU."""
         job, device = self.job, self.processes.device
-        padded = seeds + [seeds[-1]] * (self.batch_size - len(seeds))
-        with self._explaining_lack_of_memory(), self.processes.accelerator.autocast():
+        padded = seeds + [seeds[-1]] * (self.settings.batch_size - len(seeds))
+        with self._user_error_if_out_of_memory(), self.processes.accelerator.autocast():
             predict = job.condition.predict_for(self.network, padded)
             on_device = torch.tensor(padded, device=device)
             samples = denoise(predict, job.method, on_device, job.model.shape, on_step, initial_noise)
@@ -159,18 +147,15 @@ class RunningNetwork:
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
         """Run the network, which may take long at first, and log how long such passes will take for the batches."""
-        kinds = (Exception,) if self.is_compiled else ()  # whatever is missing on this machine for it
-        with user_errors("--compile: not possible here", *kinds), self._explaining_lack_of_memory():
-            seconds = self.seconds_per_pass(self.batch_size)
-        passes = sum(len(job.method.timesteps) for job, _ in batches)
+        batch_size = self.settings.batch_size
+        kinds = (Exception,) if self.settings.compile else ()  # whatever is missing on this machine for it
+        with user_errors("--compile: not possible here", *kinds), self._user_error_if_out_of_memory():
+            seconds = self.seconds_per_pass(batch_size)
         passes_per_second = sum(1 / of_one for of_one in self.processes.all_gather(seconds))
-        logger.info(
-            "%s images to generate in batches of %d on %d process(es): about %s",
-            f"{sum(len(seeds) for _, seeds in batches):,}",
-            self.batch_size,
-            self.processes.count,
-            timedelta(seconds=round(passes / passes_per_second)),
-        )
+        passes, images = sum(len(job.method.timesteps) for job, _ in batches), sum(len(seeds) for _, seeds in batches)
+        duration = timedelta(seconds=round(passes / passes_per_second))
+        message = "%s images to generate in batches of %d on %d process(es): about %s"
+        logger.info(message, f"{images:,}", batch_size, self.processes.count, duration)
 
     def seconds_per_pass(self, size: int) -> float:
         """Measure one call of the network for a batch of this size, after one to warm up."""
@@ -185,15 +170,11 @@ class RunningNetwork:
                 self.processes.synchronize_device()
         return time.perf_counter() - start
 
-    @contextmanager
-    def _explaining_lack_of_memory(self) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"--batch_size {self.batch_size}: does not fit in the memory of {self.processes.device}; "
-                f"choose a smaller one"
-            ) from error
+    def _user_error_if_out_of_memory(self) -> AbstractContextManager[None]:
+        flag, device = f"--batch_size {self.settings.batch_size}", self.processes.device
+        return user_errors(
+            f"{flag}: does not fit in the memory of {device}; choose a smaller one", torch.OutOfMemoryError
+        )
 
 
 def choose_batch_size(job: Job, num_images: int, processes: Processes, settings: InferenceSettings) -> int:
@@ -206,20 +187,14 @@ def choose_batch_size(job: Job, num_images: int, processes: Processes, settings:
     if largest < 2 * SMALLEST_BATCH:
         return min(num_images, SMALLEST_BATCH)
     running = RunningNetwork(job, processes, replace(settings, compile=False))
-    size, candidate, best_rate = SMALLEST_BATCH, SMALLEST_BATCH, 0.0
-    while candidate <= largest:
-        try:
+    size, candidate, best_rate, seconds = SMALLEST_BATCH, SMALLEST_BATCH, 0.0, 0.0
+    with suppress(torch.OutOfMemoryError):
+        while candidate <= largest and seconds <= LONGEST_PASS:
             seconds = running.seconds_per_pass(candidate)
-        except torch.OutOfMemoryError:
-            break
-        if candidate / seconds < SPEEDUP_WORTH_DOUBLING * best_rate:
-            break
-        size, best_rate = candidate, candidate / seconds
-        if seconds > LONGEST_PASS:
-            break
-        candidate *= 2
-    del running
-    gc.collect()
+            if candidate / seconds < SPEEDUP_WORTH_DOUBLING * best_rate:
+                break
+            size, best_rate = candidate, candidate / seconds
+            candidate *= 2
     return min(processes.all_gather(size))
 
 
@@ -227,7 +202,7 @@ class SharedProgress:
     """A bar of the images of all processes, counted by denoising steps: a single batch can take minutes."""
 
     def __init__(self, batches: Sequence[Batch], processes: Processes):
-        self.done = processes.shared_counter()
+        self.add_done = processes.shared_counter()
         self.unreported, self.last_report = 0, 0.0
         self.bar = progress_bar(
             total=sum(len(seeds) * len(job.method.timesteps) for job, seeds in batches),
@@ -243,11 +218,11 @@ class SharedProgress:
         self.unreported += images
         if time.monotonic() - self.last_report > SECONDS_BETWEEN_REPORTS:
             self.report()
-        if interruption.requested():
+        if stop_requested():
             raise BatchAbandoned
 
     def report(self) -> None:
         """Add what this process has done to the shared count, and show it."""
-        total = self.done.add(self.unreported) + self.unreported
+        total = self.add_done(self.unreported) + self.unreported
         self.unreported, self.last_report = 0, time.monotonic()
         self.bar.update(total - self.bar.n)

@@ -1,12 +1,11 @@
 """The options of generation, and the seeds and the sampling method that they stand for."""
 
-from __future__ import annotations
-
+import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from common.errors import UserError
-from common.options import POSITIVE, UP_TO_ONE, option, parse_options, section
+from common.options import NOT_NEGATIVE, POSITIVE, UP_TO_ONE, option, parse_options, section
 from generation.methods import SHORT_SAMPLING, chosen_method
 
 DEFAULT_IMAGES = 64
@@ -18,16 +17,10 @@ SMALLEST_BATCH, BATCHES_TO_SHARE = 16, 32
 @section("model")
 class ModelOptions:
     model: str | None = option(
-        None,
-        "A run's folder (its newest checkpoint), a checkpoint's, a DDPMPipeline's, or a Hub id; may be given as the "
-        "first word (default: the run under runs/ that wrote metrics last).",
-        positional=True,
-        habits="network",
+        None, "A run, checkpoint, pipeline or Hub id (default: the latest run).", positional=True, habits="network"
     )
     checkpoints: list[str] = option([], "Steps of checkpoints of the run, or 'all': images of each, in its own folder.")
-    weights: Literal["ema", "raw"] | None = option(
-        None, "Moving average or raw weights (default: the moving average where there is one).", habits="ema"
-    )
+    weights: Literal["ema", "raw"] | None = option(None, "Weights (default: ema where there is one).", habits="ema")
 
 
 @section("sampler")
@@ -36,9 +29,7 @@ class SamplerOptions:
 
     ddpm: bool = option(False, "Ancestral sampling as in the paper; the default.")
     ddim: bool = option(False, "DDIM.")
-    scheduler: str | None = option(
-        None, "A scheduler of diffusers by its name, e.g. DPMSolverMultistepScheduler.", habits="sampler"
-    )
+    scheduler: str | None = option(None, "A diffusers scheduler, e.g. DPMSolverMultistepScheduler.", habits="sampler")
     num_inference_steps: int | None = option(
         None,
         f"S, the denoising steps (default: all of the model's for --ddpm, {SHORT_SAMPLING} otherwise).",
@@ -52,17 +43,13 @@ class SamplerOptions:
     variance_type: Literal["fixed_large", "fixed_small"] | None = option(
         None, "Variance of --ddpm (default: fixed_large over all timesteps, fixed_small over a sub-sequence)."
     )
-    eta: float | None = option(
-        None, "Noise of --ddim: 0 for none (the default), 1 for as much as DDPM's fixed_small.", UP_TO_ONE
-    )
+    eta: float | None = option(None, "Noise of --ddim: 0 none (the default), 1 as much as fixed_small.", UP_TO_ONE)
 
 
 @section("images")
 class ImageOptions:
     seeds: str | None = option(None, "One image for each, e.g. 0-49999 or 0,5,7-9.")
-    num_images: int | None = option(
-        None, f"The seeds 0, 1, ... up to so many images (default: {DEFAULT_IMAGES}).", POSITIVE, habits="n num"
-    )
+    num_images: int | None = option(None, f"Seeds 0, 1, ... (default: {DEFAULT_IMAGES}).", POSITIVE, habits="n num")
 
 
 @section("condition, of models that were trained with one")
@@ -70,13 +57,11 @@ class ConditionOptions:
     class_labels: list[str] = option(
         [], "Classes to draw by name or number, or 'all' (the default); seeds take turns.", repeatable=True
     )
-    prompt: list[str] = option(
-        [], "What to draw; seeds take turns with several (default: the prompts of the run's grids).", repeatable=True
-    )
+    prompt: list[str] = option([], "Prompts, for seeds in turn (default: those of the run's grids).", repeatable=True)
     prompts_file: str | None = option(None, "File with a prompt on each line.")
     negative_prompt: str | None = option(None, "What guidance leads away from (default: an empty prompt).")
     guidance_scale: float = option(
-        1.0, "Guidance u + scale (c - u) from the prediction without condition; 1 is none.", habits="cfg"
+        1.0, "Guidance u + scale (c - u) from the prediction without condition; 1 is none.", NOT_NEGATIVE, habits="cfg"
     )
     guidance_rescale: float = option(
         0.0, "Share of a guided prediction that gets its deviation from the unguided one, against glare.", UP_TO_ONE
@@ -89,15 +74,11 @@ class OutputOptions:
     output_dir: str | None = option(
         None, "Folder for the images (default: one in <run>/generated named after step, weights, sampler and steps)."
     )
-    overwrite: bool = option(
-        False, "Delete the images in the folder, whatever made them, and start anew.", habits="overwrite_output_dir"
-    )
+    overwrite: bool = option(False, "Delete the images in the folder and start anew.", habits="overwrite_output_dir")
     format: Literal["png", "npz", "parquet"] = option(
         "png", "PNG files, one samples.npz (arr_0, seeds), or a folder for datasets.load_dataset."
     )
-    gather_grid: bool = option(
-        False, f"All images in grid.png, collected from all processes, instead of the first {DEFAULT_IMAGES}."
-    )
+    gather_grid: bool = option(False, f"All images in grid.png, instead of the first {DEFAULT_IMAGES}.")
     progress_gif: bool = option(False, "Also the first 16 images from noise to picture, as progress.gif.")
     interpolate: list[int] = option([], "Two seeds: only a row of pictures between them; --ddim unless told otherwise.")
     nearest: int | None = option(None, "Also so many nearest training images beside each of the first 16.", POSITIVE)
@@ -108,19 +89,14 @@ class OutputOptions:
 @section("speed")
 class SpeedOptions:
     batch_size: int | None = option(
-        None,
-        "Images per process and forward pass (default: the largest that pays, measured at the start; "
-        f"{SMALLEST_BATCH} for less than {2 * SMALLEST_BATCH * BATCHES_TO_SHARE} images).",
-        POSITIVE,
+        None, f"Images per process and pass (default: measured at start; {SMALLEST_BATCH} for few images).", POSITIVE
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
         None, "Precision of the network (default: what `accelerate launch` says, else no); noise stays float32."
     )
     allow_tf32: bool = option(False, "Allow TF32 matrix products on GPUs that have them.")
     compile: bool = option(False, "Compile the network first, which takes up to minutes.")
-    channels_last: Literal["auto", "yes", "no"] = option(
-        "auto", "Keep channels last in memory; auto: on GPUs in mixed precision, whose matrix units want it."
-    )
+    channels_last: Literal["auto", "yes", "no"] = option("auto", "Memory format; auto: on GPUs in mixed precision.")
 
 
 @dataclass
@@ -134,22 +110,18 @@ class GenerationOptions(SpeedOptions, OutputOptions, ConditionOptions, ImageOpti
 
 
 def parse_generation(arguments: list[str]) -> GenerationOptions:
-    """Return the options of generate.py, `validate`d."""
-    options = parse_options(
-        GenerationOptions,
-        arguments,
-        description="One image for each seed: the same for the same seed, on any number of processes.",
-        usage="%(prog)s [model] [--flag value ...]",
-    )
-    validate(options)
-    return options
-
-
-def validate(options: GenerationOptions) -> None:
-    """Raise for values that make no sense whatever the model is."""
+    """Return the options of generate.py; raise for values that make no sense whatever the model is."""
+    description = "One image for each seed: the same for the same seed, on any number of processes."
+    usage = "%(prog)s [model] [--flag value ...]"
+    options = parse_options(GenerationOptions, arguments, description=description, usage=usage)
     chosen_method(options)
-    seeds = seeds_of(options)
-    check_condition(options)
+    seeds, interval = seeds_of(options), options.guidance_interval
+    if interval and (len(interval) != 2 or not 0 <= interval[0] <= interval[1]):
+        words = " ".join(map(str, interval))
+        raise UserError(f"--guidance_interval {words}: needs two timesteps, the smaller one first")
+    for name in ("negative_prompt", "guidance_rescale", "guidance_interval"):
+        if getattr(options, name) and options.guidance_scale == 1:
+            raise UserError(f"--{name} changes guidance, and there is none: add --guidance_scale, e.g. 2")
     if options.interpolate and (len(set(options.interpolate)) != 2 or min(options.interpolate) < 0):
         raise UserError(f"--interpolate {' '.join(map(str, options.interpolate))}: needs two different seeds")
     if options.interpolate and (options.seeds or options.num_images or options.checkpoints):
@@ -158,20 +130,7 @@ def validate(options: GenerationOptions) -> None:
         raise UserError(f"--gather_grid: a grid has at most {LARGEST_GATHERED_GRID} images")
     if options.dataset_name and options.train_data_dir:
         raise UserError("name the training images with either --dataset_name or --train_data_dir, and not with both")
-
-
-def check_condition(options: ConditionOptions) -> None:
-    """Raise for guidance that makes no sense, or that would do nothing."""
-    if options.guidance_scale < 0:
-        raise UserError(f"--guidance_scale {options.guidance_scale:g}: must be 0 or greater; 1 is no guidance")
-    interval = options.guidance_interval
-    if interval and (len(interval) != 2 or not 0 <= interval[0] <= interval[1]):
-        raise UserError(
-            f"--guidance_interval {' '.join(map(str, interval))}: needs two timesteps, the smaller one first"
-        )
-    for name in ("negative_prompt", "guidance_rescale", "guidance_interval"):
-        if getattr(options, name) and options.guidance_scale == 1:
-            raise UserError(f"--{name} changes guidance, and there is none: add --guidance_scale, e.g. 2")
+    return options
 
 
 def seeds_of(options: ImageOptions) -> list[int]:
@@ -180,16 +139,16 @@ def seeds_of(options: ImageOptions) -> list[int]:
         return list(range(options.num_images or DEFAULT_IMAGES))
     seeds: set[int] = set()
     for part in options.seeds.split(","):
-        first, _, last = part.strip().partition("-")
-        last = last or first
-        if not (first.isdecimal() and last.isdecimal()):
+        given = re.fullmatch(r"(\d+)(?:-(\d*))?", part.strip())
+        if given is None:
             raise UserError(f"--seeds {options.seeds}: '{part.strip()}' is neither a number nor a range such as 0-63")
-        if int(last) < int(first):
+        first, last = int(given[1]), int(given[2] or given[1])
+        if last < first:
             raise UserError(f"--seeds {options.seeds}: {part.strip()} runs backwards; write {last}-{first}")
-        if int(last) >= 2**63:
+        if last >= 2**63:
             raise UserError(f"--seeds {options.seeds}: {last} is too large; the largest seed is {2**63 - 1}")
-        seeds.update(range(int(first), int(last) + 1))
-    if options.num_images is not None and options.num_images != len(seeds):
+        seeds.update(range(first, last + 1))
+    if options.num_images not in (None, len(seeds)):
         raise UserError(
             f"--num_images {options.num_images}: --seeds {options.seeds} are {len(seeds)}; give one of both"
         )
@@ -198,10 +157,7 @@ def seeds_of(options: ImageOptions) -> list[int]:
 
 def as_ranges(seeds: list[int]) -> str:
     """Return ascending seeds as --seeds takes them."""
-    ranges: list[list[int]] = []
-    for seed in seeds:
-        if ranges and seed == ranges[-1][1] + 1:
-            ranges[-1][1] = seed
-        else:
-            ranges.append([seed, seed])
+    known = set(seeds)
+    firsts, lasts = ([seed for seed in seeds if seed + step not in known] for step in (-1, 1))
+    ranges = zip(firsts, lasts, strict=True)
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

@@ -34,8 +34,6 @@ def chosen_method(options: SamplerOptions) -> str:
             raise UserError(f"--skip_schedule {value}: {method} chooses its timesteps itself")
         value = f"{value:g}" if isinstance(value, float) else value
         raise UserError(f"--{setting} {value}: is a setting of --{' and --'.join(owners)}, not of {method}")
-    if options.eta is not None and not 0 <= options.eta <= 1:
-        raise UserError(f"--eta {options.eta:g}: must be from 0 to 1")
     return method
 
 

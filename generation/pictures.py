@@ -1,33 +1,27 @@
 """Pictures beside the images: a grid, the way from noise, the way between two seeds, the nearest training images."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
 
 from common.errors import UserError
 from common.files import written_aside
+from common.processes import Processes
 from common.progress import progress_bar
 from common.randomness import standard_normal
+from conditions.guidance import Layout
 from generation.engine import InferenceSettings, Job, RunningNetwork
+from generation.generate_options import OutputOptions
 from generation.writers import one_line_if_unwritable
 from image_data.grid import beside_names, image_grid, side_by_side
 from image_data.sources import load_images
-from image_data.store import load_training_images
+from image_data.store import InMemoryImages, StreamedImages, load_training_images
 from run_folder.config import TrainingConfig
 from run_folder.folder import RunFolder
+from run_folder.saved_model import SavedModel
 from schedulers.denoising import NOISE_KEY, to_uint8
-
-if TYPE_CHECKING:
-    from common.processes import Processes
-    from conditions.guidance import Layout
-    from generation.generate_options import OutputOptions
-    from image_data.store import InMemoryImages, StreamedImages
-    from run_folder.saved_model import SavedModel
 
 SHOWN = 16  # images in a GIF or beside their neighbours
 FRAMES = 50
@@ -61,8 +55,8 @@ def save_progress(job: Job, seeds: list[int], processes: Processes, settings: In
 
         settings = replace(settings, batch_size=len(seeds), compile=False)
         RunningNetwork(job, processes, settings).generate(seeds, on_step)
-    durations = [80] * (len(frames) - 1) + [2000]
-    save(frames[0], path, save_all=True, append_images=frames[1:], duration=durations, loop=0)
+    first, *others = frames
+    save(first, path, save_all=True, append_images=others, duration=[80] * len(others) + [2000], loop=0)
 
 
 def save_interpolation(job: Job, first: int, last: int, processes: Processes, path: Path) -> None:
@@ -93,10 +87,8 @@ def save_nearest(images: torch.Tensor, options: OutputOptions, model: SavedModel
     training_images = images_to_compare(model, options)
     indices = nearest(images, training_images, min(options.nearest, len(training_images)))
     neighbours = at_centre(training_images, indices.flatten())
-    pictures = {
-        "generated": image_grid(images, columns=1),
-        "nearest training images, nearest first": image_grid(neighbours, columns=indices.shape[1]),
-    }
+    neighbours = image_grid(neighbours, columns=indices.shape[1])
+    pictures = {"generated": image_grid(images, columns=1), "nearest training images, nearest first": neighbours}
     save(side_by_side(pictures), path)
 
 
@@ -131,8 +123,7 @@ def images_to_compare(model: SavedModel, options: OutputOptions) -> InMemoryImag
         config = run.read_config()
     else:
         raise UserError("--nearest: the model is not of a run; name its images with --dataset_name or --train_data_dir")
-    source = load_images(config)
     if height != width:
         raise UserError("--nearest: compares square images only")
     config = replace(config, resolution=height, channels=str(channels), dataloader_num_workers=None)
-    return load_training_images(config, source).images
+    return load_training_images(config, load_images(config)).images

@@ -1,7 +1,5 @@
 """The folder of a job's images: what samples.json says of them, what may be added to them, and how it is completed."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -10,30 +8,25 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from common import interruption
 from common.errors import UserError, user_errors
 from common.files import LOCK_FILE, first_existing, lock, write_atomically
+from common.interruption import stops_deferred
+from common.processes import Processes
 from generation.engine import InferenceSettings, Job, choose_batch_size, divide, generate
-from generation.generate_options import DEFAULT_IMAGES, as_ranges
+from generation.generate_options import DEFAULT_IMAGES, OutputOptions, as_ranges
 from generation.methods import METHOD_SETTINGS
 from generation.pictures import save_grid
-from generation.writers import IMAGES_PER_FOLDER, WRITTEN, ImageWriter, one_line_if_unwritable, open_writer
-
-if TYPE_CHECKING:
-    from common.processes import Processes
+from generation.writers import IMAGES_PER_FOLDER, WRITERS, WRITTEN, ImageWriter, one_line_if_unwritable
 
 logger = logging.getLogger(__name__)
 
 RECORD = "samples.json"
 PICTURES = ("grid.png", "progress.gif", "nearest.png")
-CONDITION_SETTINGS = (
-    *("labels", "prompts", "negative_prompt"),
-    *("guidance_scale", "guidance_rescale", "guidance_interval"),
-)
+CONDITION_SETTINGS = ("labels", "prompts", "negative_prompt", "guidance_scale", "guidance_rescale", "guidance_interval")
 
 
 class UnusableFolder(UserError):
@@ -58,28 +51,35 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 class SampleFolder:
     """A folder with one image for each seed, made by one job. The main process keeps its samples.json."""
 
-    def __init__(
-        self,
-        path: Path,
-        job: Job,
-        seeds: Sequence[int],
-        image_format: str = "png",
-        overwrite: bool = False,
-        most_in_grid: int | None = DEFAULT_IMAGES,
-    ):
-        self.path, self.job, self.seeds = path, job, list(seeds)
-        self.image_format, self.overwrite = image_format, overwrite
-        self.layout = job.condition.layout(seeds, most_in_grid)
+    def __init__(self, path: Path, job: Job, seeds: Sequence[int], options: OutputOptions | None = None):
+        self.path, self.job, self.seeds, self.options = path, job, list(seeds), options or OutputOptions()
+        self.layout = job.condition.layout(seeds, None if self.options.gather_grid else DEFAULT_IMAGES)
 
     # What the main process does before there are images.
 
-    def claim(self, settings: InferenceSettings, device: torch.device) -> int | None:
-        """Lock the folder, if it is there, and return the batch size that its images shall have or have.
+    def claim(self) -> int | None:
+        """Lock the folder, if it is there, and return the batch size of its images; make nothing yet."""
+        self.record_before = None
+        with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
+            existing = first_existing(self.path)
+            if not existing.is_dir():
+                raise UnusableFolder(f"--output_dir {self.path}: {existing} is a file, not a folder")
+            if existing != self.path:
+                return None
+            lock(self.path)
+            found = {entry.name for entry in self.path.iterdir()} - {LOCK_FILE}
+            if found and RECORD not in found:
+                raise UnusableFolder(
+                    f"--output_dir {self.path}: holds something else than generated images "
+                    f"({', '.join(sorted(found)[:3])}); choose an empty or new folder"
+                )
+            self.record_before = None if self.options.overwrite else read_record(self.path)
+        return self.record_before and self.record_before["batch_size"]
 
-        Raise `UnusableFolder` if it holds something else. Nothing is made yet.
-        """
+    def check(self, settings: InferenceSettings, device: torch.device) -> None:
+        """Raise `UnusableFolder` if the images in the folder were made otherwise than these will be."""
         model, method = self.job.model, self.job.method
-        self.settings = {  # what two sets of images must have in common to be one
+        must_agree = {
             "sha256": model.sha256,
             "weights": model.weights,
             "num_train_timesteps": model.scheduler.config.num_train_timesteps,
@@ -88,9 +88,9 @@ class SampleFolder:
             **dict.fromkeys(CONDITION_SETTINGS),
             **self.job.condition.settings,
             **asdict(settings),
-            "format": self.image_format,
+            "format": self.options.format,
         }
-        self.provenance = {
+        self.record = {
             "model": model.source,
             "step": model.step,
             "train_seconds": model.train_seconds,
@@ -98,61 +98,33 @@ class SampleFolder:
             "timesteps": len(method.timesteps),
             "device": device.type,
             "versions": {name: version(name) for name in ("torch", "diffusers")},
+            **must_agree,
         }
-        self.record_before = None
-        with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
-            existing = first_existing(self.path)
-            if not existing.is_dir():
-                raise UnusableFolder(f"--output_dir {self.path}: {existing} is a file, not a folder")
-            if existing == self.path:
-                lock(self.path)
-                self._look_inside()
-        # With the batch size of the images that are there, the others get the bits that they would have had.
-        return settings.batch_size or (self.record_before and self.record_before["batch_size"])
-
-    def _look_inside(self) -> None:
-        if not (self.path / RECORD).exists():
-            foreign = sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK_FILE)
-            if foreign:
-                raise UnusableFolder(
-                    f"--output_dir {self.path}: holds something else than generated images "
-                    f"({', '.join(foreign[:3])}); choose an empty or new folder"
-                )
-        elif not self.overwrite:
-            self.record_before = read_record(self.path)
-            self._refuse_other_settings()
-            for name in ("device", "versions"):
-                before, now = self.record_before[name], self.provenance[name]
-                if before != now:
-                    other = f"another {name.removesuffix('s')} ({before}, now {now})"
-                    message = "The images in %s were begun with %s: others may differ in their last bits"
-                    logger.warning(message, self.path, other)
-
-    def _refuse_other_settings(self) -> None:
-        differences = [
-            f"{name} {self.record_before.get(name)} -> {value}"
-            for name, value in self.settings.items()
-            if self.record_before.get(name) != value and not (name == "batch_size" and value is None)
-        ]
+        if self.record_before is None:
+            return
+        before, now = self.record_before, self.record
+        different = [name for name in must_agree if before.get(name) != now[name]]
+        differences = [f"{name} {before.get(name)} -> {now[name]}" for name in different]
         if differences:
             raise UnusableFolder(
                 f"{self.path} holds images made with other settings ({'; '.join(differences)}): choose another "
                 f"--output_dir, or delete them with --overwrite"
             )
+        for name in ("device", "versions"):
+            if before[name] != now[name]:
+                other = f"another {name.removesuffix('s')} ({before[name]}, now {now[name]})"
+                message = "The images in %s were begun with %s: others may differ in their last bits"
+                logger.warning(message, self.path, other)
 
-    def begin(self, batch_size: int) -> tuple[bool, set[int]]:
+    def begin(self) -> tuple[bool, set[int]]:
         """Make the folder and samples.json; return whether there are sub-folders, and the seeds that are missing."""
-        self.settings["batch_size"] = batch_size
-        self.in_subfolders = len(self.seeds) > IMAGES_PER_FOLDER
-        if self.record_before is not None:
-            self._refuse_other_settings()
-            self.in_subfolders = self.record_before["subfolders"]
+        before = self.record_before
+        self.in_subfolders = before["subfolders"] if before else len(self.seeds) > IMAGES_PER_FOLDER
         with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
             self.path.mkdir(parents=True, exist_ok=True)
             lock(self.path)
             self._remove_files()
-            with open_writer(self.path, self.image_format, self.in_subfolders) as writer:
-                existing = writer.existing()
+            existing = WRITERS[self.options.format](self.path, self.in_subfolders).existing()
             self.all_seeds = sorted(existing.union(self.seeds))
             self._write_record(len(existing))
         return self.in_subfolders, set(self.seeds) - existing
@@ -160,7 +132,7 @@ class SampleFolder:
     def _remove_files(self) -> None:
         """Remove what a killed process left unfinished and, to overwrite, all that a generation writes."""
         unfinished = [path for path in self.path.rglob(".*.tmp") if path.is_file()]
-        written = [self.path / name for name in (*PICTURES, *WRITTEN, RECORD)] if self.overwrite else []
+        written = [self.path / name for name in (*PICTURES, *WRITTEN, RECORD)] if self.options.overwrite else []
         for path in [*unfinished, *written]:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -169,8 +141,7 @@ class SampleFolder:
 
     def _write_record(self, images: int) -> None:
         record = {
-            **self.provenance,
-            **self.settings,
+            **self.record,
             "seeds": as_ranges(self.all_seeds),
             "subfolders": self.in_subfolders,
             "images": images,
@@ -182,8 +153,7 @@ class SampleFolder:
 
     def open(self, in_subfolders: bool, missing: set[int]) -> ImageWriter:
         """Open the folder for the images of the missing seeds; the writer that is returned must be closed."""
-        self.missing = missing
-        self.writer = open_writer(self.path, self.image_format, in_subfolders)
+        self.missing, self.writer = missing, WRITERS[self.options.format](self.path, in_subfolders)
         return self.writer
 
     def add(self, seeds: list[int], images: torch.Tensor) -> None:
@@ -208,28 +178,27 @@ def complete_folders(
     """Make the images that are missing in the folders, with samples.json and grid.png, and return the settings used.
 
     All processes must call it. To be stopped means to keep what is whole; the same call continues with what is missing.
-    A batch size that is not given is that of images that are there, or the fastest.
     """
-    with interruption.deferred(), ExitStack() as writers:
-        known = [folder.claim(settings, processes.device) for folder in folders] if processes.is_main else []
-        batch_size = processes.broadcast(next(filter(None, known), None))
-        if batch_size is None:
-            batch_size = choose_batch_size(folders[0].job, len(folders[0].seeds), processes, settings)
+    with stops_deferred(), ExitStack() as writers:
+        found = [folder.claim() for folder in folders] if processes.is_main else []
+        # With the batch size of the images that are there, the others get the bits that they would have had.
+        known = processes.broadcast(settings.batch_size or next(filter(None, found), None))
+        batch_size = known or choose_batch_size(folders[0].job, len(folders[0].seeds), processes, settings)
         settings = replace(settings, batch_size=batch_size)
-        begun = [folder.begin(batch_size) for folder in folders] if processes.is_main else None
+        for folder in folders if processes.is_main else []:
+            folder.check(settings, processes.device)
+        begun = [folder.begin() for folder in folders] if processes.is_main else None
         batches, folder_of = [], {folder.job: folder for folder in folders}
         for folder, (in_subfolders, missing) in zip(folders, processes.broadcast(begun), strict=True):
             writers.enter_context(folder.open(in_subfolders, missing))
-            batches += [
-                (folder.job, batch) for batch in divide(folder.seeds, batch_size) if missing.intersection(batch)
-            ]
+            all_batches = divide(folder.seeds, batch_size)
+            batches += [(folder.job, batch) for batch in all_batches if missing.intersection(batch)]
         missing = sum(len(folder.missing) for folder in folders)
         logger.info("%d of %d images are missing", missing, sum(len(folder.seeds) for folder in folders))
         for job, batch, images in generate(batches, processes, settings):
             folder_of[job].add(batch, images)
         for folder in folders:
             folder.complete(processes)
-    if processes.is_main:  # the others need not wait for it
-        for folder in folders:
-            save_grid(folder.shown, folder.layout, folder.path / "grid.png")
+    for folder in folders if processes.is_main else []:  # the others need not wait for it
+        save_grid(folder.shown, folder.layout, folder.path / "grid.png")
     return settings

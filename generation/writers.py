@@ -7,8 +7,6 @@
 The last two are put together at the end from the files of parts/, one for each batch.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import shutil
@@ -27,9 +25,9 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
-from common import interruption
 from common.errors import RunFailed
 from common.files import replace_folder, written_aside
+from common.interruption import fault_point
 from common.machine import MOST_WORKERS
 
 WRITTEN = ("images", "samples.npz", "data", ".data.tmp", ".data.old", "parts")  # by any of the formats
@@ -55,8 +53,8 @@ def one_line_if_unwritable(folder: Path) -> Iterator[None]:
 class ImageWriter(AbstractContextManager):
     """Hands images to threads. What goes wrong there is raised here, as one line."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, in_subfolders: bool):
+        self.folder, self.in_subfolders = folder, in_subfolders
         self._threads = ThreadPoolExecutor(MOST_WORKERS, thread_name_prefix="writer")
         self._pending: deque[Future] = deque()
 
@@ -97,10 +95,6 @@ class ImageWriter(AbstractContextManager):
 class PngFolder(ImageWriter):
     """A file for each image."""
 
-    def __init__(self, folder: Path, in_subfolders: bool):
-        super().__init__(folder)
-        self.in_subfolders = in_subfolders
-
     def path(self, seed: int) -> Path:
         subfolder = f"{seed - seed % IMAGES_PER_FOLDER:06d}" if self.in_subfolders else ""
         return self.folder / "images" / subfolder / f"{seed:06d}.png"
@@ -120,7 +114,7 @@ class PngFolder(ImageWriter):
             path.parent.mkdir(parents=True, exist_ok=True)
             with written_aside(path, durable=False) as aside:
                 aside.write_bytes(as_png(image))
-                interruption.fault_point("image")
+                fault_point("image")
 
     def read(self, seeds: list[int]) -> torch.Tensor:
         return decode(self.path(seed) for seed in seeds)
@@ -128,9 +122,8 @@ class PngFolder(ImageWriter):
 
 def as_png(image: torch.Tensor) -> bytes:
     """Encode a uint8 image [channels, height, width], of 1, 3 or 4 channels."""
-    pixels = image.permute(1, 2, 0).numpy()
     buffer = io.BytesIO()
-    Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(buffer, format="png")
+    Image.fromarray(image.permute(1, 2, 0).squeeze(-1).numpy()).save(buffer, format="png")
     return buffer.getvalue()
 
 
@@ -141,10 +134,7 @@ def decode(files: Iterable[Path | io.BytesIO]) -> torch.Tensor:
 
 
 class PartsWriter(ImageWriter):
-    """A file for each batch, put together at the end.
-
-    A format reads the seeds and some of the images of a file, writes the part of a batch, and assembles all.
-    """
+    """A file for each batch, put together at the end. A format reads and writes such a part, and assembles all."""
 
     suffix: str
     finished: str  # what matches the files at the end
@@ -162,19 +152,18 @@ class PartsWriter(ImageWriter):
         path = folder / f"{seeds[0]:06d}-{seeds[-1]:06d}-{digest:08x}{self.suffix}"
         with written_aside(path, durable=False) as aside:
             self._write_part(aside, seeds, images)
-            interruption.fault_point("image")
+            fault_point("image")
 
     def read(self, seeds: list[int]) -> torch.Tensor:
         ascending, rows = sorted(seeds), self._rows()
         images = torch.cat([self._read_images(*run) for run in runs(rows[seed] for seed in ascending)])
-        image_of = dict(zip(ascending, images, strict=True))
-        return torch.stack([image_of[seed] for seed in seeds])
+        return images[np.searchsorted(ascending, seeds)]
 
     def finish(self) -> None:
         """Put the parts together, unless that has been done."""
         if (self.folder / "parts").is_dir():
             self._assemble(self._rows())
-            interruption.fault_point("assembled")
+            fault_point("assembled")
             shutil.rmtree(self.folder / "parts")
 
     def _rows(self) -> dict[int, Row]:
@@ -213,8 +202,7 @@ class NpzFile(PartsWriter):
         with written_aside(self.folder / "samples.npz") as aside, zipfile.ZipFile(aside, "w") as archive:
             with archive.open("arr_0.npy", "w", force_zip64=True) as file:
                 for number, (path, places) in enumerate(runs(rows.values())):
-                    with np.load(path) as part:
-                        images = part["arr_0"][places]
+                    images = self._read_images(path, places).permute(0, 2, 3, 1).numpy()
                     if number == 0:
                         header = {"descr": "|u1", "fortran_order": False, "shape": (len(rows), *images.shape[1:])}
                         np.lib.format.write_array_header_1_0(file, header)
@@ -234,11 +222,10 @@ class ParquetFolder(PartsWriter):
         return decode(io.BytesIO(file["bytes"]) for file in files)
 
     def _write_part(self, path: Path, seeds: list[int], images: torch.Tensor) -> None:
-        from datasets import Features, Value
-        from datasets import Image as ImageFeature
+        import datasets
 
         # With what `datasets` needs to know that the bytes are images.
-        schema = Features({"image": ImageFeature(), "seed": Value("int64")}).arrow_schema
+        schema = datasets.Features({"image": datasets.Image(), "seed": datasets.Value("int64")}).arrow_schema
         files = [{"bytes": as_png(image), "path": f"{seed:06d}.png"} for seed, image in zip(seeds, images, strict=True)]
         parquet.write_table(pyarrow.Table.from_pydict({"image": files, "seed": seeds}, schema=schema), path)
 
@@ -246,17 +233,12 @@ class ParquetFolder(PartsWriter):
         aside = self.folder / ".data.tmp"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        in_order = list(rows.values())
-        shards = [in_order[start : start + ROWS_PER_SHARD] for start in range(0, len(in_order), ROWS_PER_SHARD)]
-        for number, shard in enumerate(shards):
-            tables = [parquet.read_table(path).take(places) for path, places in runs(shard)]
-            name = f"train-{number:05d}-of-{len(shards):05d}.parquet"
-            parquet.write_table(pyarrow.concat_tables(tables), aside / name)
+        in_order, count = list(rows.values()), -(-len(rows) // ROWS_PER_SHARD)
+        for number in range(count):
+            shard = runs(in_order[number * ROWS_PER_SHARD : (number + 1) * ROWS_PER_SHARD])
+            table = pyarrow.concat_tables([parquet.read_table(path).take(places) for path, places in shard])
+            parquet.write_table(table, aside / f"train-{number:05d}-of-{count:05d}.parquet")
         replace_folder(aside, self.folder / "data")
 
 
-def open_writer(folder: Path, image_format: str, in_subfolders: bool) -> ImageWriter:
-    """Return the writer of a format."""
-    if image_format == "png":
-        return PngFolder(folder, in_subfolders)
-    return {"npz": NpzFile, "parquet": ParquetFolder}[image_format](folder)
+WRITERS: dict[str, type[ImageWriter]] = {"png": PngFolder, "npz": NpzFile, "parquet": ParquetFolder}

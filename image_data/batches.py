@@ -6,19 +6,19 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from common.errors import UserError
+from common.processes import Processes
 from common.randomness import generator_for
-from image_data.store import StreamedImages
+from image_data.store import StreamedImages, TrainingImages
 from image_data.workers import map_in_workers
 
 if TYPE_CHECKING:
-    from common.processes import Processes
-    from image_data.store import TrainingImages
+    from conditions.condition import Condition
 
 
 @functools.lru_cache(maxsize=2)  # consecutive steps share an epoch, or straddle two
@@ -30,8 +30,7 @@ def epoch_order(num_images: int, seed: int, epoch: int) -> torch.Tensor:
 class BalancedOrder:
     """An endless order in which every class comes equally often, whatever its size.
 
-    It consists of rounds: each shows one image of every class, the classes shuffled. The images of a class come in
-    epochs of its own, every one once in each.
+    Each of its rounds shows one image of every class, the classes shuffled; every class has epochs of its own.
     """
 
     def __init__(self, labels: torch.Tensor, seed: int) -> None:
@@ -83,27 +82,17 @@ class Batch:
             yield self[chosen], *(other[chosen] for other in others)
 
 
-class ConditionOfImages(Protocol):
-    """What batches ask of a condition."""
-
-    balanced_labels: torch.Tensor | None  # the class of every image, if all classes are to come equally often
-
-    def draw(self, images: torch.Tensor, step: int) -> torch.Tensor:
-        """Draw a row of the table of conditions for each image of a global batch."""
-
-
 class TrainingBatches:
     """The batches of a training run, from any step on, as one process of any number of processes sees them.
 
-    A global batch is cut into forward passes, and these are dealt to the processes in turn. Order, crops, flips and
-    conditions are drawn for the global batch, so that they do not depend on how many processes share it, on workers, or
-    on whether the run was interrupted.
+    A global batch is cut into forward passes, dealt to the processes in turn. Order, crops, flips and conditions are
+    drawn for the global batch: they depend on neither the number of processes, nor workers, nor interruptions.
     """
 
     def __init__(
         self,
         data: TrainingImages,
-        condition: ConditionOfImages,
+        condition: Condition,
         seed: int,
         total_batch_size: int,
         passes: int,
@@ -111,11 +100,6 @@ class TrainingBatches:
     ) -> None:
         self.images, self.condition, self.seed = data.images, condition, seed
         self.total_batch_size, self.passes, self.random_flip = total_batch_size, passes, data.random_flip
-        if total_batch_size % (processes.count * passes):
-            raise UserError(
-                f"a total batch of {total_batch_size} images cannot be shared evenly by {processes.count} processes "
-                f"with {passes} gradient accumulation steps"
-            )
         if total_batch_size > len(self.images):
             raise UserError(
                 f"a batch of {total_batch_size} images is more than the {len(self.images)} images there are; "
@@ -129,7 +113,7 @@ class TrainingBatches:
         self._num_workers = data.num_workers if isinstance(self.images, StreamedImages) else 0
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave the condition at home when workers are sent for images: it may hold a text encoder."""
+        """Leave out the condition, which workers do not need: it may hold a text encoder."""
         return {**self.__dict__, "condition": None}
 
     def indices(self, step: int) -> torch.Tensor:

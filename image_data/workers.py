@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from common import interruption
 from common.errors import RunFailed, UserError
+from common.interruption import stop_if_requested
 from common.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def process_files(
         try:
             for result in results:
                 done += result
-                interruption.stop_if_requested(f"stopped at {len(done)} of {len(files)} images; {advice}")
+                stop_if_requested(f"stopped at {len(done)} of {len(files)} images; {advice}")
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise

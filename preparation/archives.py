@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from common import interruption
 from common.errors import UserError
+from common.interruption import stop_if_requested
 from common.progress import progress_bar
 from preparation.photo_files import HIDDEN, IMAGE_SUFFIXES, LARGEST_FILE, printable
 
@@ -82,7 +82,7 @@ def _unpack(archive: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     with contextlib.closing(_members(archive)) as members, progress_bar(desc="Unpacking", unit="files") as bar:
         for member in members:
-            interruption.stop_if_requested("stopped while unpacking; the same command begins anew")
+            stop_if_requested("stopped while unpacking; the same command begins anew")
             name, path = member.name, posixpath.normpath(member.name)
             if posixpath.isabs(name) or ".." in name.split("/") or re.match(r"[A-Za-z]:", name) or "\0" in name:
                 # No honest archive has such a name; of one that has it, nothing is used.

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from common import interruption
 from common.errors import UserError
 from common.files import write_atomically
+from common.interruption import fault_point
 from image_data.annotations import class_in_words
 from image_data.decode import UndecodableImage, decode_image, errors_as_undecodable, is_grey, plain_suffix
 from image_data.workers import process_files
@@ -184,7 +184,7 @@ class PreparedFolder:
             content, suffix = _encode(read_file(target.photo.path), target.format)
             file = stem.with_name(stem.name + suffix)
             write_atomically(file, content)
-            interruption.fault_point("prepare-image")
+            fault_point("prepare-image")
             os.utime(file, (modified, modified))
         except UndecodableImage as error:
             return Outcome(None, made=False, reason=str(error))

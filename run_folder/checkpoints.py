@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import interruption
-from common.errors import RunFailed, UserError
+from common.errors import RunFailed, UserError, reason_of
 from common.files import replace_folder, sha256, sync, write_atomically
+from common.interruption import fault_point
 from common.options import facts_of
 from run_folder.config import ConditionalConfig, TrainingConfig
 
@@ -44,32 +44,27 @@ NETWORK_FOLDERS = {"raw": "unet", "ema": "unet_ema"}
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 # A run with another of these is no continuation of the same run.
-FIXED = {
-    *("images", "class_names", "encoder"),
-    *(name for name, facts in facts_of(ConditionalConfig).items() if facts.fixed),
-}
+FIXED = {name for name, facts in facts_of(ConditionalConfig).items() if facts.fixed}
+FIXED |= {"images", "class_names", "encoder"}
 
 
 class InvalidCheckpoint(Exception):
     """A checkpoint that is not what was written, with the reason."""
 
 
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix(PREFIX))
+def step_of(checkpoint: Path | str) -> int | None:
+    """Return the step of a checkpoint by the name of its folder, or None if it is another folder's."""
+    step = Path(checkpoint).name.removeprefix(PREFIX)
+    return int(step) if step.isdigit() else None
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """Return the checkpoint folders of a run, oldest first."""
-    found = [path for path in output_dir.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
-    return sorted(found, key=step_of)
+    return sorted((path for path in output_dir.glob(f"{PREFIX}*") if step_of(path) is not None), key=step_of)
 
 
 def newest(output_dir: Path) -> Path | None:
     return next(reversed(checkpoints(output_dir)), None)
-
-
-def describe(error: Exception) -> str:
-    return getattr(error, "strerror", None) or " ".join(str(error).split())
 
 
 # Writing
@@ -98,7 +93,6 @@ class CheckpointWriter:
         """Return when nothing is being written any more."""
         if self.thread is not None:
             self.thread.join()
-            self.thread = None
 
     def finish(self, state: TrainingState) -> None:
         """End a run: try once more to save what could not be saved; it is an error if that fails too."""
@@ -108,7 +102,7 @@ class CheckpointWriter:
             self.wait()
         if self.failure is not None:
             raise RunFailed(
-                f"step {state.step} could not be saved ({describe(self.failure)}); "
+                f"step {state.step} could not be saved ({reason_of(self.failure)}); "
                 f"the last good checkpoint is {newest(self.output_dir)}"
             )
 
@@ -120,17 +114,15 @@ class CheckpointWriter:
             write_files(aside, files)
             replace_folder(aside, target)
             sync(target.parent)
-            interruption.fault_point("save-renamed")
+            fault_point("save-renamed")
             self._prune()
             logger.info("Saved %s", target)
         except Exception as error:  # of whatever kind: the training must go on
             self.failure = error
             shutil.rmtree(aside, ignore_errors=True)
             logger.warning(
-                "%s could not be saved: %s. The training goes on, the next save tries again; the last good one is %s",
-                target.name,
-                describe(error),
-                newest(self.output_dir),
+                f"{target.name} could not be saved: {reason_of(error)}. The training goes on, the next save tries "
+                f"again; the last good one is {newest(self.output_dir)}"
             )
 
     def _prune(self) -> None:
@@ -141,7 +133,7 @@ class CheckpointWriter:
             if self.resumed_from is None or folder.resolve() != self.resumed_from.resolve():
                 # Renamed first: a folder that is half removed must not look like a checkpoint.
                 doomed = folder.rename(folder.with_name(f".{folder.name}.old"))
-                interruption.fault_point("prune")
+                fault_point("prune")
                 shutil.rmtree(doomed)
 
 
@@ -156,21 +148,17 @@ def write_files(folder: Path, files: dict[str, CheckpointFile]) -> None:
             path.write_text(content, encoding="utf-8")
         else:
             save_file(content, path, metadata={"format": "pt"})
-        interruption.fault_point("save-file")
+        fault_point("save-file")
     for path in folder.rglob("*"):
         sync(path)
     entries = {name: manifest_entry(folder / name) for name in sorted(files)}
-    write_atomically(folder / MANIFEST, as_json({"format_version": FORMAT_VERSION, "files": entries}))
+    write_atomically(folder / MANIFEST, json.dumps({"format_version": FORMAT_VERSION, "files": entries}, indent=2))
     sync(folder)
-    interruption.fault_point("save-manifest")
+    fault_point("save-manifest")
 
 
 def manifest_entry(file: Path) -> dict[str, int | str]:
     return {"size": file.stat().st_size, "sha256": sha256(file)}
-
-
-def as_json(value: object) -> str:
-    return json.dumps(value, indent=2)
 
 
 # Reading
@@ -187,7 +175,7 @@ def verify(folder: Path, parts: tuple[str, ...] = ("",)) -> dict[str, str]:
         version, entries = manifest["format_version"], manifest["files"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidCheckpoint(f"{MANIFEST} is missing or unreadable ({type(error).__name__})") from error
-    if as_json(manifest) != text:
+    if json.dumps(manifest, indent=2) != text:
         raise InvalidCheckpoint(f"{MANIFEST} is not what was written")
     if version != FORMAT_VERSION:
         raise InvalidCheckpoint(f"its format is version {version}, this program reads {FORMAT_VERSION}")
@@ -211,10 +199,10 @@ def read_file(folder: Path, name: str) -> dict:
 def find_checkpoint(config: TrainingConfig) -> Path | None:
     """Return the checkpoint to resume from: the one named, or the newest valid one of the run; None to start anew."""
     wanted, output_dir = config.resume_from_checkpoint, Path(config.output_dir)
-    if wanted == "none" or (wanted == "latest" and config.overwrite_output_dir):
-        return None
-    if wanted != "latest":
+    if wanted not in ("none", "latest"):
         return _named_checkpoint(config)
+    if wanted == "none" or config.overwrite_output_dir:
+        return None
     for pattern in (f".{PREFIX}*.tmp", f".{PREFIX}*.old"):  # left by a process that was killed
         for folder in output_dir.glob(pattern):
             shutil.rmtree(folder)
@@ -242,7 +230,7 @@ def _named_checkpoint(config: TrainingConfig) -> Path:
         if config.overwrite_output_dir:
             raise UserError(f"--resume_from_checkpoint {wanted}: --overwrite_output_dir would delete it")
         # Later checkpoints are of another branch now, and must not be taken for the newest.
-        step = step_of(folder)
+        step = read_file(folder, STATE)["step"]
         for later in checkpoints(output_dir):
             if step_of(later) > step:
                 _set_aside(later, "abandoned", f"the run goes on from step {step}")
@@ -263,9 +251,9 @@ def _set_aside(folder: Path, kind: str, reason: str) -> None:
 def checkpoint_files(state: TrainingState) -> dict[str, CheckpointFile]:
     """Return every file of a checkpoint and its content, copied: the training may go on changing the originals."""
     files: dict[str, CheckpointFile] = {}
-    for kind, network in networks_of(state).items():
-        files[f"{NETWORK_FOLDERS[kind]}/config.json"] = network.to_json_string()
-        files[f"{NETWORK_FOLDERS[kind]}/{WEIGHTS}"] = copy_out(network.state_dict())
+    for folder, network in networks_of(state).items():
+        files[f"{folder}/config.json"] = network.to_json_string()
+        files[f"{folder}/{WEIGHTS}"] = copy_out(network.state_dict())
     files["optimizer.safetensors"] = copy_out(
         {
             f"{kind}.{name}": tensor
@@ -275,13 +263,15 @@ def checkpoint_files(state: TrainingState) -> dict[str, CheckpointFile]:
     )
     files["sampler.safetensors"] = copy_out(state.loss.state_dict())
     if state.condition is not None:
-        files[CONDITION_FILE] = as_json(state.condition)
-    files[STATE] = as_json(state.numbers())
+        files[CONDITION_FILE] = json.dumps(state.condition, indent=2)
+    files[STATE] = json.dumps(state.numbers(), indent=2)
     return files
 
 
 def networks_of(state: TrainingState) -> dict[str, torch.nn.Module]:
-    return {"raw": state.unet} | ({} if state.update.ema is None else {"ema": state.update.ema.ema_model})
+    """Return the networks by their folders in a checkpoint."""
+    average = {} if state.update.ema is None else {NETWORK_FOLDERS["ema"]: state.update.ema.ema_model}
+    return {NETWORK_FOLDERS["raw"]: state.unet} | average
 
 
 def copy_out(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -301,46 +291,37 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
         )
     if changed:
         logger.warning(
-            "Other settings than those of %s: %s. From step %d on this is not the run that it was",
-            folder,
-            "; ".join(changed),
-            numbers["step"],
+            f"Other settings than those of {folder}: {'; '.join(changed)}. "
+            f"From step {numbers['step']} on this is not the run that it was"
         )
     try:
-        for kind, network in networks_of(state).items():
-            network.load_state_dict(read(f"{NETWORK_FOLDERS[kind]}/{WEIGHTS}"))
+        for subfolder, network in networks_of(state).items():
+            network.load_state_dict(read(f"{subfolder}/{WEIGHTS}"))
         load_optimizer_tensors(state, read("optimizer.safetensors"))
         # The state of one timestep sampler is of no use to another.
         if numbers["settings"]["timestep_sampler"] == state.settings["timestep_sampler"]:
             state.loss.load_state_dict(read("sampler.safetensors"))
     except (RuntimeError, FileNotFoundError, KeyError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"{folder} does not fit this configuration ({reason}); use the configuration it was made with, "
+            f"{folder} does not fit this configuration ({reason_of(error)}); use the configuration it was made with, "
             f"another --output_dir, or --overwrite_output_dir"
         ) from error
     state.load_numbers(numbers)
 
 
 def changed_settings(before: dict[str, object], now: dict[str, object]) -> list[str]:
-    """Return each setting that makes another run of this one, with both values.
-
-    A setting that is not written down, because the version had no such setting or the run did not use it, had its
-    default.
-    """
-    defaults = asdict(TrainingConfig())
-    names = sorted(before.keys() | now.keys())
-    pairs = {name: (before.get(name, defaults.get(name)), now.get(name, defaults.get(name))) for name in names}
-    return [f"{name} {earlier} -> {later}" for name, (earlier, later) in pairs.items() if earlier != later]
+    """Return each setting that makes another run of this one, with both values; one not written had its default."""
+    before, now = ({**asdict(TrainingConfig()), **settings} for settings in (before, now))
+    changed = (name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name))
+    return [f"{name} {before.get(name)} -> {now.get(name)}" for name in changed]
 
 
 def load_optimizer_tensors(state: TrainingState, tensors: dict[str, torch.Tensor]) -> None:
     """Load the optimiser's tensors, which have the names of the parameters."""
+    optimizer = state.update.optimizer
     index_of = {name: index for index, (name, _) in enumerate(state.unet.named_parameters())}
     saved: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         kind, _, parameter = name.partition(".")
         saved.setdefault(index_of[parameter], {})[kind] = tensor
-    state.update.optimizer.load_state_dict(
-        {"state": saved, "param_groups": state.update.optimizer.state_dict()["param_groups"]}
-    )
+    optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})

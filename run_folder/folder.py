@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from common import interruption
 from common.errors import UserError, user_errors
 from common.files import LOCK_FILE, first_existing, lock, replace_folder, write_atomically
+from common.interruption import fault_point
 from run_folder.checkpoints import CONDITION_FILE, PREFIX, find_checkpoint
 from run_folder.config import ConditionalConfig, TrainingConfig
 
@@ -37,8 +37,6 @@ NOT_PUSHED = (
     *("evaluation_results.json", "evaluation_per_class.csv"),
 )
 QUARTERS = 4  # of the timesteps, whose losses a line of metrics tells apart: loss_q0 to loss_q3
-# Per parameter: raw weights, moving average and the two moments of Adam, four bytes each.
-BYTES_PER_PARAMETER = 16
 
 
 class RunFolder:
@@ -115,7 +113,7 @@ class RunFolder:
             index.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
             for part in ("unet", "scheduler"):
                 replace_folder(aside / part, self.path / part)
-                interruption.fault_point("pipeline")
+                fault_point("pipeline")
             index.replace(self.pipeline_file)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -124,7 +122,7 @@ class RunFolder:
 def check_disk(config: TrainingConfig, num_parameters: int) -> None:
     """Raise if not even two checkpoints fit: the one that is kept while the next is written."""
     free = shutil.disk_usage(first_existing(Path(config.output_dir))).free
-    checkpoint = num_parameters * BYTES_PER_PARAMETER
+    checkpoint = num_parameters * 16  # raw weights, moving average and the two moments of Adam, four bytes each
     if free < 2 * checkpoint:
         raise UserError(
             f"--output_dir {config.output_dir}: {_size(free)} are free on its disk, but a checkpoint takes "
@@ -133,11 +131,8 @@ def check_disk(config: TrainingConfig, num_parameters: int) -> None:
     wanted = (config.checkpoints_total_limit + 1) * checkpoint
     if free < wanted:
         logger.warning(
-            "%s are free on the disk of %s; %d checkpoints take %s: consider a lower --checkpoints_total_limit",
-            _size(free),
-            config.output_dir,
-            config.checkpoints_total_limit,
-            _size(wanted),
+            f"{_size(free)} are free on the disk of {config.output_dir}; {config.checkpoints_total_limit} checkpoints "
+            f"take {_size(wanted)}: consider a lower --checkpoints_total_limit"
         )
 
 
@@ -156,8 +151,7 @@ def check_output_dir(config: TrainingConfig) -> None:
     if existing != path:
         return
     if not RunFolder(path).is_run:
-        foreign = sorted(entry.name for entry in path.iterdir() if not is_of_a_run(entry.name, config))
-        if foreign:
+        if foreign := sorted(entry.name for entry in path.iterdir() if not is_of_a_run(entry.name, config)):
             listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
             raise UserError(
                 f"--output_dir {path}: holds something else than a run ({listed}); choose an empty or new folder"
@@ -176,10 +170,7 @@ def is_of_a_run(name: str, config: TrainingConfig) -> bool:
 
 
 def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
-    """Make the run's folder or take the existing one; return the checkpoint to go on from, if there is one.
-
-    The main process does it and tells the others.
-    """
+    """Let the main process make or take the run's folder; return the checkpoint to go on from, if there is one."""
     checkpoint = None
     if processes.is_main:
         path = Path(config.output_dir)

@@ -1,7 +1,6 @@
 """The model card of a run, and the push to the Hugging Face Hub.
 
-A push comes last and must never cost the run. Transient failures are retried; any other becomes one warning that names
-the folder where the run is safe and the command that pushes it later.
+A push comes last and must never cost the run: a failure is tried again or becomes one warning.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, get_session, get_to
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import HFValidationError, httpx, validate_repo_id
 
-from common.errors import UserError
+from common.errors import user_errors
 from common.files import write_atomically
 from common.options import values_of
 from run_folder.folder import PICTURES, PIPELINE_FOLDERS, PUSHED, SAMPLES, RunFolder
@@ -48,10 +47,8 @@ def publish(config: TrainingConfig, state: TrainingState) -> None:
     """Write the card of a finished run and, if asked, push the run."""
     weights = "raw" if state.update.ema is None else "moving-average"
     write_model_card(config, state.step, weights, state.condition)
-    if config.push_to_hub:
-        address = push_to_hub(config, state.step)
-        if address is not None:
-            logger.info("Pushed to %s", address)
+    if config.push_to_hub and (address := push_to_hub(config, state.step)):
+        logger.info("Pushed to %s", address)
 
 
 def repo_id_of(config: TrainingConfig) -> str:
@@ -74,13 +71,16 @@ def write_model_card(
     data = ModelCardData(library_name="diffusers", tags=tags, datasets=hub_datasets(data_set))
     script = "train_unconditional.py" if condition is None else "train_conditional.py"
     grid, metrics = run.newest_grid(), run.read_metrics()
+    # What was trained and how; where it was stored and who pushed it is nobody's business.
+    values = values_of(config, lambda facts: facts.saved and facts.on_card)
+    parameters = {name: value for name, value in values.items() if value is not None and value != []}
     sections = [
         f"# {repo_id.split('/')[-1]}",
         f"A denoising diffusion probabilistic model (DDPM) of `{data_set if data.datasets else Path(data_set).name}`"
         f"{conditioned_on}: the {weights} weights of step {step}.",
         f"![Samples of step {step}]({SAMPLES}/{quote(grid.name)})" if grid else "",
         f"## Usage\n\n{usage(repo_id, config.ddpm_num_steps, examples)}",
-        f"## Hyper-parameters\n\n{table('parameter', hyper_parameters(config))}",
+        f"## Hyper-parameters\n\n{table('parameter', parameters)}",
         f"## Metrics\n\n{table('metric', metrics[-1])}" if metrics else "",
         evaluation_section(run),
         f"{AFTER_EVALUATION}\n\n```bash\n"
@@ -129,16 +129,10 @@ def load_call(repo_id: str) -> str:
     return f'from_pretrained("{repo_id}"'
 
 
-def hyper_parameters(config: TrainingConfig) -> dict[str, object]:
-    """Return what was trained and how; where it was stored and who pushed it is nobody's business."""
-    values = values_of(config, lambda facts: facts.saved and facts.on_card)
-    return {name: value for name, value in values.items() if value is not None and value != []}
-
-
 def table(heading: str, values: dict[str, object]) -> str:
     """Return a Markdown table of names and values."""
-    rows = [f"| {heading} | value |", "|---|---|", *(f"| `{name}` | {cell(value)} |" for name, value in values.items())]
-    return "\n".join(rows)
+    rows = (f"| `{name}` | {cell(value)} |" for name, value in values.items())
+    return "\n".join([f"| {heading} | value |", "|---|---|", *rows])
 
 
 def cell(value: object) -> str:
@@ -157,7 +151,7 @@ def evaluation_section(run: RunFolder) -> str:
     lines = [EVALUATION, "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for row in rows:
         row["best"] = f"{float(row['best']):.5g}"
-        lines.append("| " + " | ".join(cell(row[name]) for name in columns) + " |")
+        lines.append(f"| {' | '.join(cell(row[name]) for name in columns)} |")
     drawn = [name for name in ("FID", "FD") if (run.path / f"{name}_vs_TrainingSteps.png").exists()]
     return "\n".join(lines) + "".join(f"\n\n![{name}]({name}_vs_TrainingSteps.png)" for name in drawn)
 
@@ -166,12 +160,10 @@ def update_evaluation(output_dir: Path) -> None:
     """Put the results into the card of a run, if it has one."""
     run = RunFolder(output_dir)
     section = evaluation_section(run)
-    if not run.card_file.is_file() or not section:
-        return
-    before, separator, after = run.card_file.read_text(encoding="utf-8").partition(AFTER_EVALUATION)
-    if separator:
-        before = before.partition(EVALUATION)[0]
-        write_atomically(run.card_file, f"{before}{section}\n\n{separator}{after}")
+    card = run.card_file.read_text(encoding="utf-8") if run.card_file.is_file() else ""
+    before, separator, after = card.partition(AFTER_EVALUATION)
+    if section and separator:
+        write_atomically(run.card_file, f"{before.partition(EVALUATION)[0]}{section}\n\n{separator}{after}")
 
 
 # The push
@@ -181,10 +173,8 @@ def check_push(config: TrainingConfig) -> None:
     """Raise before the training if the push could never succeed."""
     repo_id = repo_id_of(config)
     if config.push_to_hub:
-        try:
+        with user_errors(f"--hub_model_id {repo_id}: not a name that the Hub accepts", HFValidationError):
             validate_repo_id(repo_id)
-        except HFValidationError as error:
-            raise UserError(f"--hub_model_id {repo_id}: not a name that the Hub accepts ({error})") from error
 
 
 def push_to_hub(config: TrainingConfig, step: int, attempts: int = 5) -> str | None:
@@ -199,14 +189,13 @@ def push_to_hub(config: TrainingConfig, step: int, attempts: int = 5) -> str | N
             if attempt == attempts or time.monotonic() - start > PATIENCE or not is_transient(error):
                 break
             wait = FIRST_WAIT * 2 ** (attempt - 1)
-            logger.info("Push to the Hub: attempt %d of %d failed, next in %g s: %s", attempt, attempts, wait, reason)
+            logger.info(f"Push to the Hub: attempt {attempt} of {attempts} failed, next in {wait:g} s: {reason}")
             time.sleep(wait)
-    logger.warning(
-        "The push to the Hub failed, the run is safe in %s: %s. Push it later with: %s",
-        Path(config.output_dir).resolve(),
-        reason,
-        upload_command(config),
-    )
+    # The same push, whatever folder the command is typed in.
+    folder, options = str(Path(config.output_dir).resolve()), ["--private"] if config.hub_private_repo else []
+    options += [f"--include={pattern}" for pattern in UPLOADED] + [f"--exclude={pattern}" for pattern in NOT_UPLOADED]
+    command = shlex.join(["hf", "upload", repo_id_of(config), folder, *options])
+    logger.warning(f"The push to the Hub failed, the run is safe in {folder}: {reason}. Push it later with: {command}")
     return None
 
 
@@ -249,10 +238,3 @@ def is_transient(error: BaseException | None) -> bool:
 
 def scrub(text: str, token: str | None) -> str:
     return text.replace(token, "***") if token else text
-
-
-def upload_command(config: TrainingConfig) -> str:
-    """Return the command line that makes the same push, whatever folder it is typed in."""
-    options = ["--private"] if config.hub_private_repo else []
-    options += [f"--include={pattern}" for pattern in UPLOADED] + [f"--exclude={pattern}" for pattern in NOT_UPLOADED]
-    return shlex.join(["hf", "upload", repo_id_of(config), str(Path(config.output_dir).resolve()), *options])

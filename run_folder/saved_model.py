@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError, first_cause, first_line, user_errors
+from common.errors import UserError, first_cause, reason_of, user_errors
 from common.files import sha256
 from run_folder.checkpoints import (
     CONDITION_FILE,
@@ -45,12 +45,12 @@ class SavedModel:
     name: str  # what the user calls it
     path: Path  # the checkpoint's or the pipeline's folder
     home: Path  # the run's folder, where generated images go by default
-    step: int | None
     weights: str  # "ema", "raw", or "pipeline" if it is not known which
-    train_seconds: float | None
     sha256: str  # of the weights' file
     network_folder: Path
     scheduler_config: dict[str, Any]  # of a DDPMScheduler
+    step: int | None = None  # these two of a checkpoint
+    train_seconds: float | None = None
 
     @property
     def source(self) -> str:
@@ -70,8 +70,7 @@ class SavedModel:
     def shape(self) -> tuple[int, int, int]:
         """Return channels, height and width of the samples."""
         size = self.network_config["sample_size"]
-        height, width = (size, size) if isinstance(size, int) else size
-        return self.network_config["in_channels"], height, width
+        return self.network_config["in_channels"], *((size, size) if isinstance(size, int) else size)
 
     @cached_property
     def condition(self) -> dict[str, Any] | None:
@@ -89,11 +88,8 @@ class SavedModel:
     @property
     def text_encoder_folders(self) -> tuple[str, str] | None:
         """Return the folders of the text encoder and its tokenizer in the pipeline or the checkpoint's run."""
-        for folder in (self.path, self.path.parent):
-            found = folder / "text_encoder", folder / "tokenizer"
-            if all(part.is_dir() for part in found):
-                return tuple(map(str, found))
-        return None
+        folders = [(home / "text_encoder", home / "tokenizer") for home in (self.path, self.path.parent)]
+        return next((tuple(map(str, found)) for found in folders if all(map(Path.is_dir, found))), None)
 
     @cached_property
     def scheduler(self) -> ExactDDPMScheduler:
@@ -119,14 +115,13 @@ def find_models(model: str | None, steps: list[str], weights: str | None) -> lis
     The moving average is taken where there is one, unless `weights` says otherwise.
     """
     folder = latest_run() if model is None else _folder_of(model)
-    if (folder / MANIFEST).exists() or folder.name.removeprefix(PREFIX).isdigit():
+    if (folder / MANIFEST).exists() or step_of(folder) is not None:
         if steps:
             raise UserError(f"--checkpoints {' '.join(steps)}: --model {model} is a checkpoint; name its run instead")
         return [_named_checkpoint(folder, weights, f"--model {model}")]
     if steps:
         return _checkpoints_at(folder, steps, weights)
-    newest = next(_valid(reversed(checkpoints(folder)), weights), None)
-    if newest is not None:
+    if newest := next(_valid(reversed(checkpoints(folder)), weights), None):
         return [newest]
     if not RunFolder(folder).pipeline_file.exists():
         raise UserError(
@@ -166,7 +161,7 @@ def _folder_of(model: str) -> Path:
     except Exception as error:  # of the Hub, of the network, or of a repository that holds something else
         raise UserError(
             f"--model {model}: there is no such folder, and it could not be had from the Hub "
-            f"({first_line(first_cause(error))})"
+            f"({reason_of(first_cause(error))})"
         ) from error
 
 
@@ -175,13 +170,12 @@ def _checkpoints_at(run: Path, steps: list[str], weights: str | None) -> list[Sa
     folder_at = {step_of(path): path for path in checkpoints(run)}
     listed = ", ".join(map(str, folder_at)) or "none"
     if "all" in steps:
-        models = list(_valid(folder_at.values(), weights))
-        if not models:
-            raise UserError(f"--checkpoints all: {run} has no valid checkpoint (there are: {listed})")
-        return models
+        if models := list(_valid(folder_at.values(), weights)):
+            return models
+        raise UserError(f"--checkpoints all: {run} has no valid checkpoint (there are: {listed})")
     models = {}
     for name in steps:
-        step = int(name.removeprefix(PREFIX)) if name.removeprefix(PREFIX).isdigit() else None
+        step = step_of(name)
         if step not in folder_at:
             raise UserError(f"--checkpoints {name}: {run} has no such checkpoint; it has: {listed}")
         models[step] = _named_checkpoint(folder_at[step], weights, f"--checkpoints {name}")
@@ -204,7 +198,7 @@ def _named_checkpoint(folder: Path, weights: str | None, flag: str) -> SavedMode
 
 
 def _read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
-    """Return the model of a checkpoint, after a look at the files that are needed."""
+    """Return the model of a checkpoint, whose files that are needed are verified."""
     from schedulers.ddpm import build_scheduler
 
     if weights is None:
@@ -232,20 +226,18 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
     """Return the model in a folder that a DDPMPipeline was saved in; old ones have all files side by side."""
     from diffusers import DDPMScheduler
 
-    network = folder / "unet" if (folder / "unet").is_dir() else folder
-    scheduler = folder / "scheduler" if (folder / "scheduler").is_dir() else folder
+    network, scheduler = (part if part.is_dir() else folder for part in (folder / "unet", folder / "scheduler"))
+    run = RunFolder(folder)
     # A run's own pipeline holds the moving average if the run kept one.
-    run, held = RunFolder(folder), "pipeline"
-    if run.is_run:
-        held = "ema" if run.read_config().use_ema else "raw"
+    held = ("ema" if run.read_config().use_ema else "raw") if run.is_run else "pipeline"
     if weights not in (None, held):
         what = "one set of weights" if held == "pipeline" else f"the {held} weights"
         raise UserError(f"--weights {weights}: {name} is a pipeline and holds only {what}")
     with user_errors(f"{folder} is not a whole pipeline", OSError, ValueError):
         network_config = read_file(network, "config.json")
         scheduler_config = read_file(scheduler, "scheduler_config.json")
-    weights_file = next((path for path in sorted(network.glob("diffusion_pytorch_model.*")) if path.is_file()), None)
-    if weights_file is None:
+    weight_files = [path for path in sorted(network.glob("diffusion_pytorch_model.*")) if path.is_file()]
+    if not weight_files:
         raise UserError(f"{folder} is not a whole pipeline (it has no weights)")
     if network_config.get("in_channels") != network_config.get("out_channels"):
         raise UserError(f"{name}: its network predicts a variance too, which no sampler here uses")
@@ -258,10 +250,8 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
         name=name,
         path=folder,
         home=folder if Path(name).expanduser().is_dir() else RUNS / name.replace("/", "--"),
-        step=None,
         weights=held,
-        train_seconds=None,
-        sha256=sha256(weights_file),
+        sha256=sha256(weight_files[0]),
         network_folder=network,
         scheduler_config={name: value for name, value in scheduler_config.items() if name in known},
     )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.distributions import Beta
 
 from common.machine import to_device
-from schedulers.timestep_samplers import TimestepSampler, UpdateProbe
+from schedulers.timestep_samplers import TimestepSampler, UpdateProbe, positive
 
 
 class LossSecondMoment(TimestepSampler):
@@ -20,8 +20,7 @@ class LossSecondMoment(TimestepSampler):
 
     def __init__(self, alphas_cumprod: torch.Tensor, history: int = 10, uniform: float = 0.001):
         super().__init__(alphas_cumprod)
-        if history < 1:
-            raise ValueError(f"history {history}: must be 1 or greater")
+        positive(history=history)
         if not 0 < uniform <= 1:
             raise ValueError(f"uniform {uniform}: must be greater than 0 and at most 1")
         self.uniform = uniform
@@ -48,8 +47,8 @@ class LossSecondMoment(TimestepSampler):
         return {"losses": self.losses, "counts": self.counts}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        for name, tensor in self.state_dict().items():
-            load_into(tensor, state[name], name)
+        load_into(self.losses, state["losses"], "losses")
+        self.counts.copy_(state["counts"])
         self._refresh()
 
 
@@ -69,17 +68,14 @@ class AdaptiveTimestepSampling(TimestepSampler):
 
     - delta on a grid of timesteps, of one image of the batch, joins a queue of the latest ones;
     - the timesteps whose delta tells most of the grid's sum, by F-regression over the queue, stand for it;
-    - the reward of an image's draw is its own delta summed over those; the entropy of Beta(a, b) is added to the
-      objective.
+    - the reward of an image's draw is its own delta summed over those, and the entropy of Beta(a, b).
 
-    Where the published code departs from the paper, this follows the paper: before and after are compared under the
-    same noise and without dropout, and one process or several share one policy. In the paper the grid is all T
-    timesteps, two passes over T images for each look; here it is coarser by default.
-
-    Nothing keeps a probability from falling towards 0, and no weight corrects for it: another objective.
+    As in the paper, not its code, before and after have the same noise and no dropout, and processes share one policy.
+    The paper's grid is all T timesteps. Nothing keeps a probability from falling towards 0: another objective.
     """
 
     objective = "changed"
+    least_probability = 0.0
 
     alphas_cumprod: torch.Tensor
     interval: int = 40  # updates from one look to the next
@@ -93,16 +89,13 @@ class AdaptiveTimestepSampling(TimestepSampler):
         super().__init__(self.alphas_cumprod)
         grid, features = self.grid, self.features
         if not features <= grid <= self.num_train_timesteps:
-            raise ValueError(
-                f"grid {grid}: must be from the {features} timesteps chosen from it to the {self.num_train_timesteps} "
-                f"there are"
-            )
+            there_are = f"the {self.num_train_timesteps} there are"
+            raise ValueError(f"grid {grid}: must be from the {features} timesteps chosen from it to {there_are}")
         self.timesteps = torch.linspace(0, self.num_train_timesteps - 1, grid).round().long()
         self.selected = self.timesteps[torch.linspace(0, grid - 1, features).round().long()]
         self.changes = torch.zeros(self.queue, grid, dtype=torch.float64)
         self.queued = torch.zeros((), dtype=torch.int64)
         self.shapes = torch.ones(1, 2)  # a and b of every image of the batch that the policy last learned from
-        self.policy: Policy | None = None
 
     def start(self, channels: int, device: torch.device) -> None:
         self.policy = Policy(channels).to(device)
@@ -137,10 +130,6 @@ class AdaptiveTimestepSampling(TimestepSampler):
         a, b = self.shapes.double()[:, :, None].unbind(1)
         return torch.from_numpy(betainc(a.numpy(), b.numpy(), edges.numpy())).diff().mean(0)
 
-    @property
-    def least_probability(self) -> float:
-        return 0.0
-
     # What the policy learns from.
 
     def before_update(self, update: UpdateProbe) -> None:
@@ -150,10 +139,8 @@ class AdaptiveTimestepSampling(TimestepSampler):
         if self._before is None:
             return
         # A loss that is not a number stops the run soon; until then it must not reach the policy.
-        of_grid, of_images = (
-            (before - after).nan_to_num(0, 0, 0)
-            for before, after in zip(self._before, self._divergences(update), strict=True)
-        )
+        pairs = zip(self._before, self._divergences(update), strict=True)
+        of_grid, of_images = ((before - after).nan_to_num(0, 0, 0) for before, after in pairs)
         self._learn(update, of_images.sum(1))
         self.changes[self.queued % len(self.changes)] = update.total(of_grid).cpu()
         self.queued += 1
@@ -192,13 +179,10 @@ class AdaptiveTimestepSampling(TimestepSampler):
     # State.
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        if self.policy is None:
-            return {}
-        names = {parameter: name for name, parameter in self.policy.named_parameters()}
         adam = {
-            f"adam.{names[parameter]}.{kind}": tensor
-            for parameter, moments in self.optimizer.state.items()
-            for kind, tensor in moments.items()
+            f"adam.{name}.{kind}": tensor
+            for name, parameter in self.policy.named_parameters()
+            for kind, tensor in self.optimizer.state.get(parameter, {}).items()
         }
         policy = {f"policy.{name}": tensor for name, tensor in self.policy.state_dict().items()}
         own = {"queue": self.changes, "queued": self.queued, "selected": self.selected, "shapes": self.shapes}
@@ -222,8 +206,7 @@ def with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torc
 class Policy(torch.nn.Module):
     """x_0 -> a and b of its Beta distribution: three convolutions and three layers, as in the authors' code.
 
-    The average over what is left of the image makes it one network for every resolution. It starts at a = b = 1
-    whatever its hidden layers are, which are therefore the same in every run.
+    It starts at a = b = 1 whatever its hidden layers are, which are therefore the same in every run.
     """
 
     def __init__(self, channels: int):
@@ -251,8 +234,7 @@ TRIES = 8
 def beta_draws(shapes: torch.Tensor, normal: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Draw Beta(a, b) as G_a / (G_a + G_b), gamma variables by Marsaglia & Tsang (2000) from given random numbers.
 
-    Unlike torch's own draws they are a function of numbers that are drawn for each image, on any device. G_a is
-    G_{a + 1} U^(1/a), which serves for a below 1 too; the logarithms keep tiny ones apart.
+    G_a is G_{a + 1} U^(1/a), which serves for a below 1 too; the logarithms keep tiny ones apart.
     """
     d = shapes[:, :, None] + 2 / 3
     cube = (1 + normal / (9 * d).sqrt()) ** 3

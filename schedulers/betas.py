@@ -6,6 +6,7 @@ recovers from their cumulative product are off by 5e-4 relative, so every table 
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -37,16 +38,10 @@ def constant(steps: int, start: float, end: float) -> torch.Tensor:
     return torch.full((steps,), end, dtype=torch.float64)
 
 
-def _warmup(fraction: float) -> Callable[[int, float, float], torch.Tensor]:
+def warmup(fraction: float, steps: int, start: float, end: float) -> torch.Tensor:
     """Linear from start to end over the first fraction of the steps, then constant (Ho et al. 2020, code)."""
-
-    def schedule(steps: int, start: float, end: float) -> torch.Tensor:
-        betas = constant(steps, start, end)
-        rising = int(steps * fraction)
-        betas[:rising] = linear(rising, start, end)
-        return betas
-
-    return schedule
+    rising = int(steps * fraction)
+    return torch.cat([linear(rising, start, end), constant(steps - rising, start, end)])
 
 
 BETA_SCHEDULES: dict[str, Callable[[int, float, float], torch.Tensor]] = {
@@ -55,8 +50,8 @@ BETA_SCHEDULES: dict[str, Callable[[int, float, float], torch.Tensor]] = {
     "cosine": cosine,
     "sigmoid": sigmoid,
     "constant": constant,
-    "warmup10": _warmup(0.1),
-    "warmup50": _warmup(0.5),
+    "warmup10": partial(warmup, 0.1),
+    "warmup50": partial(warmup, 0.5),
 }
 
 # What diffusers calls the schedules that it knows too; the others are saved as a list of betas.
@@ -66,8 +61,6 @@ DIFFUSERS_NAMES = {
     "cosine": "squaredcos_cap_v2",
     "sigmoid": "sigmoid",
 }
-
-
 NAMES_OF_DIFFUSERS = {theirs: ours for ours, theirs in DIFFUSERS_NAMES.items()}
 
 

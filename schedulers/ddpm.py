@@ -32,12 +32,8 @@ class ExactDDPMScheduler(DDPMScheduler):
         if self.config.trained_betas is not None:
             self.betas = torch.tensor(self.config.trained_betas, dtype=torch.float64)
         else:
-            self.betas = make_betas(
-                self.config.beta_schedule,
-                self.config.num_train_timesteps,
-                self.config.beta_start,
-                self.config.beta_end,
-            )
+            own = ("beta_schedule", "num_train_timesteps", "beta_start", "beta_end")
+            self.betas = make_betas(*(self.config[name] for name in own))
         self.alphas = 1 - self.betas
         self.alphas_cumprod = self.alphas.cumprod(0)
         self._rounded: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -60,10 +56,6 @@ class ExactDDPMScheduler(DDPMScheduler):
         """Compute x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise (eq. 4), in float32: bf16 loses the noise of small t."""
         signal, spread = self._signal_and_noise(timesteps)
         return signal * original_samples.float() + spread * noise.float()
-
-    def get_velocity(self, sample: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        """Compute v for diffusers' own callers, as `target` does under v_prediction."""
-        return prediction_of("v_prediction").target(sample, noise, *self._signal_and_noise(timesteps))
 
     def target(self, images: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         """Return what the network is asked to predict."""
@@ -95,28 +87,22 @@ class ExactDDPMScheduler(DDPMScheduler):
     def variance(self, t: int, previous: int) -> float:
         """Return sigma_t^2: beta_t (fixed_large) or the posterior's, (1 - a_s) / (1 - a_t) beta_t (fixed_small; eq. 7).
 
-        The posterior's is zero at t = 0, where the paper's code takes its value at t = 1 for either choice, to have
-        a logarithm; no noise follows that step.
+        The last step, for which the posterior's is zero, has that of t = 1 whatever the choice, as in the paper's code.
         """
-        if previous < 0:
-            return self._pair_variances(1, 0)[1]
-        large, small = self._pair_variances(t, previous)
-        return large if self.config.variance_type == "fixed_large" else small
-
-    def _pair_variances(self, t: int, previous: int) -> tuple[float, float]:
+        large = self.config.variance_type == "fixed_large" and previous >= 0
+        t, previous = (t, previous) if previous >= 0 else (1, 0)
         a_t, a_s = self.alphas_cumprod[t].item(), self.alphas_cumprod[previous].item()
         beta = 1 - a_t / a_s
-        return beta, (1 - a_s) / (1 - a_t) * beta
+        return beta if large else (1 - a_s) / (1 - a_t) * beta
+
+    def _levels(self, t: int, previous: int) -> tuple[float, float]:
+        return self.alphas_cumprod[t].item(), self.alphas_cumprod[previous].item() if previous >= 0 else 1.0
 
     def posterior(
         self, model_output: torch.Tensor, t: int, previous: int, sample: torch.Tensor
     ) -> tuple[torch.Tensor, float]:
-        """Return mean (eq. 7) and deviation of the step from t to any earlier timestep; no deviation at the end.
-
-        The coefficients are Python floats (float64), so they are rounded once, when they meet the float32 images.
-        """
-        a_t = self.alphas_cumprod[t].item()
-        a_s = self.alphas_cumprod[previous].item() if previous >= 0 else 1.0
+        """Return mean (eq. 7) and deviation of the step from t to any earlier timestep; no deviation at the end."""
+        a_t, a_s = self._levels(t, previous)
         beta = 1 - a_t / a_s
         original = self.predict_original(model_output, t, sample)
         mean = (a_s**0.5 * beta / (1 - a_t)) * original + ((a_t / a_s) ** 0.5 * (1 - a_s) / (1 - a_t)) * sample
@@ -127,12 +113,10 @@ class ExactDDPMScheduler(DDPMScheduler):
     ) -> tuple[torch.Tensor, float]:
         """Compute mean and standard deviation of DDIM's step (Song et al. 2021, eq. 12 and 16) to any earlier timestep.
 
-        sqrt(a_s) x_0 + sqrt(1 - a_s - sigma^2) epsilon, where x_0 is clipped as the configuration says and epsilon is
-        what is left of x_t without that x_0, as in improved-diffusion; with eta = 1 this is the posterior's mean then
-        too. (DDIM's own code does not clip. Without clipping this is its step.)
+        sqrt(a_s) x_0 + sqrt(1 - a_s - sigma^2) epsilon, where x_0 is clipped as the configuration says (DDIM's own code
+        does not) and epsilon is what is left of x_t without that x_0, so that eta = 1 gives the posterior's mean.
         """
-        a_t = self.alphas_cumprod[t].item()
-        a_s = self.alphas_cumprod[previous].item() if previous >= 0 else 1.0
+        a_t, a_s = self._levels(t, previous)
         variance = eta**2 * (1 - a_s) / (1 - a_t) * (1 - a_t / a_s)
         of_sample = ((1 - a_s - variance) / (1 - a_t)) ** 0.5
         of_original = a_s**0.5 - a_t**0.5 * of_sample
@@ -153,9 +137,7 @@ class ExactDDPMScheduler(DDPMScheduler):
         if deviation > 0:
             noise = randn_tensor(sample.shape, generator=generator, device=sample.device, dtype=sample.dtype)
             mean = mean + deviation * noise
-        if not return_dict:
-            return (mean,)
-        return DDPMSchedulerOutput(prev_sample=mean)
+        return DDPMSchedulerOutput(prev_sample=mean) if return_dict else (mean,)
 
 
 def build_scheduler(

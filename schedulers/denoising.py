@@ -1,7 +1,6 @@
 """From noise to samples (Ho et al. 2020, algorithm 2): the denoising loop, and the methods that step through it.
 
-Image i depends on seed i alone. A method decides which timesteps are visited and how to step from each to the next; it
-knows nothing of networks.
+Image i depends on seed i alone. A method decides which timesteps are visited and how to step; it knows no networks.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,11 +66,7 @@ class StepNoise:
 
 def network_predict(network: Callable[..., Any]) -> Predict:
     """Wrap a network, perhaps with its condition bound to it, as `denoise` calls it."""
-
-    def predict(samples: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return network(samples, t).sample.float()
-
-    return predict
+    return lambda samples, t: network(samples, t).sample.float()
 
 
 def to_uint8(samples: torch.Tensor) -> torch.Tensor:
@@ -95,13 +91,11 @@ def linear(num_train_timesteps: int, num_inference_steps: int) -> list[int]:
 def quadratic(num_train_timesteps: int, num_inference_steps: int) -> list[int]:
     """Take linspace(0, sqrt(0.8 T), S)^2, rounded down, dense near 0 (Song et al. 2021, DDIM, appendix D.2).
 
-    As in its code. For larger S several of the first ones round to the same timestep. A step from t to t changes
-    nothing, so each is visited once and the samples are those of the code, in fewer steps: 96 for S = 100 and T = 1000.
-    S = 1 is the last.
+    As in its code, but a timestep to which several round is visited once: a step from t to t changes nothing. For
+    S = 100 and T = 1000 that leaves 96. S = 1 is the last.
     """
-    roots = np.linspace(0, np.sqrt(num_train_timesteps * 0.8), num_inference_steps)
-    if num_inference_steps == 1:
-        roots = np.sqrt([num_train_timesteps * 0.8])
+    end = np.sqrt(num_train_timesteps * 0.8)
+    roots = np.linspace(0 if num_inference_steps > 1 else end, end, num_inference_steps)
     return np.unique((roots**2).astype(int))[::-1].tolist()
 
 
@@ -119,15 +113,8 @@ class DenoisingMethod:
         self.name = name
         # What tells its images from those of another method, in records.
         self.settings: dict[str, object] = {"sampler": name, "num_inference_steps": num_inference_steps}
-
-    @property
-    def folder_name(self) -> str:
-        """Return its part of the name of a folder of images."""
-        return f"{self.name}-{self.settings['num_inference_steps']}"
-
-    def __str__(self) -> str:
-        """Describe the method in a line, with what was decided for the user."""
-        return f"{self.name}, {self.settings['num_inference_steps']} steps"
+        self.folder_name = f"{name}-{num_inference_steps}"  # its part of the name of a folder of images
+        self.description = f"{name}, {num_inference_steps} steps"  # a line, with what was decided for the user
 
     def begin(self, device: torch.device) -> None:
         """Forget the batch before; for methods that remember earlier steps."""
@@ -144,28 +131,18 @@ class DenoisingMethod:
 class ExactMethod(DenoisingMethod):
     """Steps over any sub-sequence, with coefficients in float64 that are rounded once, when they meet the sample."""
 
+    # From output, t, an earlier timestep (-1: the image) and sample to mean and standard deviation of the sample there.
+    mean_and_deviation: Callable[[torch.Tensor, int, int, torch.Tensor], tuple[torch.Tensor, float]]
+
     def __init__(self, name: str, scheduler: ExactDDPMScheduler, num_inference_steps: int, skip_schedule: str):
         super().__init__(name, num_inference_steps)
         self.scheduler = scheduler
         self.timesteps = SKIP_SCHEDULES[skip_schedule](scheduler.config.num_train_timesteps, num_inference_steps)
         self.settings["skip_schedule"] = skip_schedule
-
-    @property
-    def folder_name(self) -> str:
-        skip_schedule = self.settings["skip_schedule"]
-        return super().folder_name + ("" if skip_schedule == "linear" else f"-{skip_schedule}")
-
-    def __str__(self) -> str:
-        text = f"{super().__str__()}, {self.settings['skip_schedule']}"
-        if len(self.timesteps) < self.settings["num_inference_steps"]:
-            text += f" ({len(self.timesteps)} different timesteps)"
-        return text
-
-    def mean_and_deviation(
-        self, model_output: torch.Tensor, t: int, previous: int, sample: torch.Tensor
-    ) -> tuple[torch.Tensor, float]:
-        """Return mean and standard deviation of the sample at an earlier timestep, -1 being the image."""
-        raise NotImplementedError
+        self.folder_name += "" if skip_schedule == "linear" else f"-{skip_schedule}"
+        self.description += f", {skip_schedule}"
+        if len(self.timesteps) < num_inference_steps:
+            self.description += f" ({len(self.timesteps)} different timesteps)"
 
     def step(self, model_output: torch.Tensor, number: int, sample: torch.Tensor, noise: StepNoise) -> torch.Tensor:
         previous = self.timesteps[number] if number < len(self.timesteps) else -1
@@ -190,27 +167,15 @@ class DDPM(ExactMethod):
         skip_schedule: str = "linear",
     ):
         super().__init__("ddpm", scheduler, num_inference_steps, skip_schedule)
-        if variance_type is None:
-            variance_type = "fixed_small" if self._skips_timesteps else "fixed_large"
+        skips_timesteps = len(self.timesteps) < len(scheduler.betas)
+        variance_type = variance_type or ("fixed_small" if skips_timesteps else "fixed_large")
         self.scheduler = with_variance(scheduler.config, variance_type)
+        self.mean_and_deviation = self.scheduler.posterior
         self.settings["variance_type"] = variance_type
-
-    @property
-    def _skips_timesteps(self) -> bool:
-        return len(self.timesteps) < len(self.scheduler.betas)
-
-    @property
-    def folder_name(self) -> str:
-        return f"{super().folder_name}-{self.settings['variance_type']}"
-
-    def __str__(self) -> str:
-        text = f"{super().__str__()}, variance {self.settings['variance_type']}"
-        if self._skips_timesteps and self.settings["variance_type"] == "fixed_small":
-            text += ", the default of a sub-sequence (--variance_type)"
-        return text
-
-    def mean_and_deviation(self, model_output, t, previous, sample):
-        return self.scheduler.posterior(model_output, t, previous, sample)
+        self.folder_name += f"-{variance_type}"
+        self.description += f", variance {variance_type}"
+        if skips_timesteps and variance_type == "fixed_small":
+            self.description += ", the default of a sub-sequence (--variance_type)"
 
 
 class DDIM(ExactMethod):
@@ -226,16 +191,9 @@ class DDIM(ExactMethod):
         super().__init__("ddim", scheduler, num_inference_steps, skip_schedule)
         self.settings["eta"] = self.eta = eta or 0.0
         self.adds_noise = self.eta > 0
-
-    @property
-    def folder_name(self) -> str:
-        return super().folder_name + (f"-eta-{self.eta:g}" if self.eta else "")
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}, eta {self.eta:g}"
-
-    def mean_and_deviation(self, model_output, t, previous, sample):
-        return self.scheduler.implicit(model_output, t, previous, sample, self.eta)
+        self.mean_and_deviation = partial(scheduler.implicit, eta=self.eta)
+        self.folder_name += f"-eta-{self.eta:g}" if self.eta else ""
+        self.description += f", eta {self.eta:g}"
 
 
 def with_variance(config: dict, variance_type: str) -> ExactDDPMScheduler:
@@ -244,10 +202,7 @@ def with_variance(config: dict, variance_type: str) -> ExactDDPMScheduler:
 
 
 class DiffusersMethod(DenoisingMethod):
-    """Any scheduler that diffusers calls compatible with DDPMScheduler, by its own step, on this model's betas.
-
-    Noise is drawn by the scheduler from generators of our choice, one for each image and step.
-    """
+    """Any scheduler that diffusers calls compatible with DDPMScheduler, by its own step, on this model's betas."""
 
     def __init__(self, scheduler: ExactDDPMScheduler, name: str, num_inference_steps: int):
         super().__init__(name, num_inference_steps)
@@ -269,10 +224,8 @@ class DiffusersMethod(DenoisingMethod):
             raise
         except Exception as error:  # whatever the step of a scheduler made for something else runs into
             raise UnusableScheduler(f"cannot be used here ({' '.join(str(error).split())})") from error
-
-    def __str__(self) -> str:
-        calls, steps = len(self.timesteps), self.settings["num_inference_steps"]
-        return super().__str__() + ("" if calls == steps else f" ({calls} calls of the network)")
+        if len(self.timesteps) != num_inference_steps:
+            self.description += f" ({len(self.timesteps)} calls of the network)"
 
     def begin(self, device: torch.device) -> None:
         self._scheduler.set_timesteps(self.settings["num_inference_steps"], device=device)

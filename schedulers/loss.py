@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ import yaml
 
 from common.errors import UserError
 from common.machine import PendingCopy, to_device
+from common.processes import Processes
 from common.randomness import derive_seed, generator_for, standard_normal
 from schedulers.adaptive_samplers import AdaptiveTimestepSampling, LossSecondMoment
 from schedulers.ddpm import ExactDDPMScheduler
@@ -30,7 +31,6 @@ from schedulers.timestep_samplers import EDM, LogitNormal, SpeeD, Stratified, Ti
 from schedulers.weighting import LOSS_WEIGHTINGS, weighting_table
 
 if TYPE_CHECKING:
-    from common.processes import Processes
     from image_data.batches import Batch
 
 TIMESTEP_SAMPLERS: dict[str, type[TimestepSampler]] = {
@@ -53,8 +53,7 @@ LOSSES: dict[str, Error] = {
 
 Inputs = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
-# Steps until a sampler hears of its losses. One would have the host wait for the device at every step; by two the
-# device has the next step to work on while the host waits for this one's losses.
+# Steps until a sampler observes its losses: with two the device has the next step to work on while the host waits.
 DELAY = 2
 PENDING = "on_their_way."  # begins the names of losses in a checkpoint that the sampler has not observed yet
 
@@ -67,17 +66,12 @@ def normalise(images: torch.Tensor) -> torch.Tensor:
 class DiffusionLoss:
     """The error of every image of a batch, at timesteps that a sampler draws (Ho et al. 2020, algorithm 1).
 
-    Timesteps, weights and what a sampler observes are those of the global batch, the same on every process; the network
-    sees this process's images. A sampler that observes gets the losses DELAY steps later, at the same step whatever the
-    hardware; those still pending are part of the state, so that a resumed run draws the same timesteps.
+    Timesteps, weights and what a sampler observes are those of the global batch; the network sees this process's
+    images. Losses reach a sampler DELAY steps later; those pending are part of the state, so a resume changes nothing.
     """
 
     def __init__(
-        self,
-        process: ExactDDPMScheduler,
-        sampler: TimestepSampler,
-        weights: torch.Tensor,
-        error: Error = LOSSES["l2"],
+        self, process: ExactDDPMScheduler, sampler: TimestepSampler, weights: torch.Tensor, error: Error = LOSSES["l2"]
     ):
         self.process, self.sampler, self.error = process, sampler, error
         self.weights = weights  # of the loss, at every t
@@ -120,14 +114,13 @@ class DiffusionLoss:
     def draw(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw t and the weight of its loss for each of this process's images, on its device.
 
-        They are drawn for the global batch on the host, where that is cheap; a sampler that looks at the images draws
-        on their device and fetches nothing.
+        They are drawn for the global batch on the host, unless the sampler looks at the images on the device.
         """
         with self._timed():
             while self._pending and self._pending[0][0] <= batch.step - DELAY:
                 self._let_sampler_observe(*self._pending.popleft())
             generator = generator_for(self.seed, "timesteps", batch.step)
-            if self.sampler.looks_at_images:
+            if self.sampler.overrides("sample_for"):
                 x_0 = normalise(self._here(batch.images))
                 t, weights = self.sampler.sample_for(x_0, batch.positions, self.batch_size, generator)
                 return t, weights * self._here(self.weights)[t]
@@ -139,13 +132,13 @@ class DiffusionLoss:
 
     def at_positions(self, errors: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Put this process's errors at their places in the global batch; nothing if the sampler does not observe."""
-        if not self.sampler.observes:
+        if not self.sampler.overrides("observe"):
             return errors[:0]
         return errors.new_zeros(self.batch_size).index_copy(0, self._here(batch.positions), errors)
 
     def observe(self, step: int, errors: torch.Tensor) -> None:
         """Take the errors of the global batch from the device, if the sampler observes them."""
-        if self.sampler.observes:
+        if self.sampler.overrides("observe"):
             with self._timed():
                 self._pending.append((step, self._drawn, PendingCopy(errors)))
 
@@ -158,13 +151,10 @@ class DiffusionLoss:
     @contextmanager
     def around_update(self, network: torch.nn.Module, batch: Batch) -> Iterator[None]:
         """Let a sampler that measures what an update changes look before and after it."""
-        if not self.sampler.measures_updates:
+        if not self.sampler.overrides("before_update", "after_update"):
             yield
             return
-
-        def kl(rows: torch.Tensor, timesteps: torch.Tensor, noise_rows: torch.Tensor) -> torch.Tensor:
-            return self._divergences(network, batch, rows, timesteps, noise_rows)
-
+        kl = partial(self._divergences, network, batch)
         update = UpdateProbe(batch.step, self.batch_size, batch.positions, kl, self._sum_over_processes)
         with self._timed():
             self.sampler.before_update(update)
@@ -218,10 +208,10 @@ class DiffusionLoss:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.sampler.load_state_dict(sampler_state(state))
-        steps = sorted({int(name.split(".")[1]) for name in state if name.startswith(PENDING)})
-        self._pending = deque(
-            (step, state[f"{PENDING}{step}.timesteps"], PendingCopy(state[f"{PENDING}{step}.losses"])) for step in steps
-        )
+        self._pending.clear()
+        for step in sorted({int(name.split(".")[1]) for name in state if name.startswith(PENDING)}):
+            timesteps, losses = (state[f"{PENDING}{step}.{kind}"] for kind in ("timesteps", "losses"))
+            self._pending.append((step, timesteps, PendingCopy(losses)))
 
 
 def sampler_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -234,19 +224,15 @@ def sampler_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def build_loss(options: dict[str, object], process: ExactDDPMScheduler) -> DiffusionLoss:
     """Build the objective that a run's options name: `timestep_sampler`, `loss_weighting`, `loss` and their own."""
-    sampler = build_sampler(options, process.alphas_cumprod)
-    weights = build_weighting(options, process)
+    sampler, weights = build_sampler(options, process.alphas_cumprod), build_weighting(options, process)
     return DiffusionLoss(process, sampler, weights, LOSSES[options["loss"]])
 
 
 def build_sampler(options: dict[str, object], alphas_cumprod: torch.Tensor) -> TimestepSampler:
     """Build the sampler that the options name, from the registry or from the user's own file."""
     name = options["timestep_sampler"]
-    if names_own_file(name):
-        kind, own = load_class(name), parse_own_options(options["timestep_sampler_options"])
-    else:
-        kind = TIMESTEP_SAMPLERS[name]
-        own = options_of(options, name, kind)
+    kind = TIMESTEP_SAMPLERS[name] if name in TIMESTEP_SAMPLERS else load_class(name)
+    own = options_of(options, name, kind) | parse_own_options(options["timestep_sampler_options"])
     with blamed_on(f"--timestep_sampler {name}"):
         sampler = kind(alphas_cumprod, **own)
     if options["stratified"]:
@@ -279,10 +265,6 @@ def blamed_on(flag: str) -> Iterator[None]:
         raise UserError(f"{flag}: {error}") from error
 
 
-def names_own_file(timestep_sampler: str) -> bool:
-    return ".py:" in timestep_sampler
-
-
 def load_class(name: str) -> type[TimestepSampler]:
     """Load the class in a file of the user's: my_file.py:MySampler."""
     path, _, wanted = name.rpartition(":")
@@ -293,11 +275,10 @@ def load_class(name: str) -> type[TimestepSampler]:
         specification.loader.exec_module(module)
     except Exception as error:  # whatever the file does
         raise UserError(f"--timestep_sampler {name}: {path} fails with {type(error).__name__}: {error}") from error
-    found = {
-        kind.__name__: kind
-        for kind in vars(module).values()
-        if inspect.isclass(kind) and issubclass(kind, TimestepSampler) and kind.__module__ == module.__name__
-    }
+    classes = inspect.getmembers(
+        module, lambda member: inspect.isclass(member) and member.__module__ == module.__name__
+    )
+    found = {own: kind for own, kind in classes if issubclass(kind, TimestepSampler)}
     if wanted not in found:
         there = f"has {', '.join(found)}" if found else "has no class that extends TimestepSampler"
         raise UserError(f"--timestep_sampler {name}: {path} has no timestep sampler {wanted}; it {there}")

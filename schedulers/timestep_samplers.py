@@ -1,4 +1,4 @@
-"""What a timestep sampler is: the interface, and draws from any density over t.
+"""Timestep samplers: the interface, draws from any density over t, and the fixed densities of several papers.
 
 Every process draws the timesteps of the whole global batch from the step's generator and takes those of its own
 images: what is drawn does not depend on the number of processes, and a sampler may look at the batch as a whole.
@@ -77,8 +77,7 @@ class TimestepSampler:
     def quantiles(self, count: int, generator: torch.Generator) -> torch.Tensor:
         """Draw uniform numbers on [0, 1): independent, or stratified, (i + U_i) / n in random order.
 
-        Stratified, every number is still uniform on its own, so that nothing changes in expectation, and a batch
-        covers the timesteps evenly, so that its gradient is less noisy.
+        Stratified, each is still uniform on its own, and a batch, spread evenly, has a less noisy gradient.
         """
         uniform = torch.rand(count, generator=generator, dtype=torch.float64)
         return (torch.randperm(count, generator=generator) + uniform) / count if self.stratified else uniform
@@ -96,10 +95,9 @@ class TimestepSampler:
     # What a sampler that learns overrides.
 
     def observe(self, step: int, timesteps: torch.Tensor, losses: torch.Tensor) -> None:
-        """Take note of the losses of a step's global batch, the same on every process.
+        """Take note of the losses of a step's global batch, the same on every process, DELAY steps later.
 
-        They are the errors that the network is trained on, with the loss weighting but without this sampler's own
-        weights. They come two steps late: see DELAY in `schedulers/loss.py`.
+        They have the loss weighting but not this sampler's own weights.
         """
 
     def start(self, channels: int, device: torch.device) -> None:
@@ -125,20 +123,8 @@ class TimestepSampler:
         return any(getattr(type(self), name) is not getattr(TimestepSampler, name) for name in names)
 
     @property
-    def observes(self) -> bool:
-        return self.overrides("observe")
-
-    @property
-    def looks_at_images(self) -> bool:
-        return self.overrides("sample_for")
-
-    @property
-    def measures_updates(self) -> bool:
-        return self.overrides("before_update", "after_update")
-
-    @property
     def adapts(self) -> bool:
-        return self.observes or self.measures_updates
+        return self.overrides("observe", "before_update", "after_update")
 
     @property
     def can_be_stratified(self) -> bool:

@@ -1,8 +1,7 @@
 """Loss weights: how much the squared error at each timestep counts, as a table over t.
 
-SNR_t = a_t / (1 - a_t) is the signal-to-noise ratio of x_t. A weighting multiplies the mean squared error of what the
-network predicts, so one idea has one table per prediction type; with the same prediction of x_0 behind them the
-errors are related by
+A weighting multiplies the mean squared error of what the network predicts, so one idea has one table per prediction
+type; with the same prediction of x_0 behind them the errors are related by the signal-to-noise ratio of x_t:
 
     (epsilon error)^2 = SNR (x_0 error)^2        (v error)^2 = (SNR + 1) (x_0 error)^2
 
@@ -56,10 +55,9 @@ def edm(alphas_cumprod: torch.Tensor, prediction_type: str, sigma_data: float = 
 def speed(
     alphas_cumprod: torch.Tensor, prediction_type: str, tau: int | None = None, lambda_: float = 0.6
 ) -> torch.Tensor:
-    """SpeeD's change-aware weight (Wang et al. 2024, eq. 6): the rise g_t of 1 - a_t, scaled to [1 - lambda, lambda].
+    """SpeeD's change-aware weight (Wang et al. 2024, eq. 6) of the error of epsilon, for which alone the paper has it.
 
-    (1 - lambda) + (2 lambda - 1) (g_t - min g) / (max g - min g) for t < tau, 1 from there on; of the error of
-    epsilon, for which alone the paper has it.
+    (1 - lambda) + (2 lambda - 1) (g_t - min g) / (max g - min g) for t < tau, with the rise g_t of 1 - a_t; then 1.
     """
     if prediction_type != "epsilon":
         raise ValueError(f"is defined for epsilon prediction alone, not for {prediction_type}")

@@ -105,7 +105,8 @@ def lines_of(name: str) -> int:
 def main() -> None:
     modules = read_modules()
     reached = reached_from(SCRIPT, modules)
-    names = names_before_loss(modules)
+    # What the script does not import is not on its way, though a method elsewhere may have an attribute's name.
+    names = names_before_loss({name: modules[name] for name in reached})
     loop = dict(functions_of(modules["training.loop"]))["train"]
     call = dict(functions_of(modules["schedulers.loss"]))["DiffusionLoss.__call__"]
     statements = call.body[-1].end_lineno - call.body[1].lineno + 1  # without signature and docstring

@@ -25,9 +25,9 @@ def rows_of(unet, *flags: str, processes: int = 1):
         sizes=resolve_batch(config, processes),
         batches=SimpleNamespace(images=range(50_000)),
         processes=SimpleNamespace(count=processes),
-        process=build_process(config),
         state=SimpleNamespace(
             unet=unet,
+            loss=SimpleNamespace(process=build_process(config)),
             update=SimpleNamespace(ema=build_ema(config, unet), optimizer=build_optimizer(config, unet)),
         ),
     )

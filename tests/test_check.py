@@ -14,7 +14,7 @@ from PIL import Image, ImageEnhance
 from test_prepare import BAD, GOOD, attic, encoded, picture, put  # noqa: F401 (a fixture)
 
 import prepare_data
-from common.interruption import Interrupted
+from common.interruption import Interrupted, catch_signals
 from image_data.decode import UndecodableImage, decode_image, inspect_image
 from preparation import report as report_room
 from preparation.report import HASH_DISTANCE, groups_of_near_duplicates, perceptual_hash
@@ -305,7 +305,7 @@ def test_a_signal_stops_the_check(report, tmp_path, monkeypatch):
 
     monkeypatch.setattr(report_room, "_inspect", stopped)
     before = signal.getsignal(signal.SIGINT)
-    prepare_data.interruption.listen()
+    catch_signals()
     try:
         with pytest.raises(Interrupted, match="SIGINT: stopped at 16 of 40 images"):
             report(root)

@@ -329,7 +329,7 @@ class TwoMilestones(Milestones):
 
     def __init__(self, other: SimpleNamespace):
         self.config = SimpleNamespace(checkpointing_steps=1000)
-        self.image_steps, self.model_steps, self.output_dir = 7, None, "run"
+        self.image_steps, self.model_steps, self.folder = 7, None, SimpleNamespace(path="run")
         self.saved = []
         self.writer = SimpleNamespace(save=lambda state: self.saved.append(state.step), finish=lambda state: None)
         tracking = SimpleNamespace(

@@ -18,8 +18,8 @@ import torch
 from conftest import ROOT, help_of, make_tiny_flags, run_script, run_training
 from PIL import Image
 
-from common import interruption
 from common.errors import RunFailed, UserError
+from common.interruption import Interrupted
 from conditions.guidance import GenerationCondition
 from generation.engine import InferenceSettings, Job, RunningNetwork, choose_batch_size, divide, generate_images
 from generation.engine import generate as generate_batches
@@ -134,9 +134,9 @@ def test_other_formats_are_continued_too(image_format, run, reference, tmp_path,
     flags = [run, *FAST, "--batch_size=8", f"--output_dir={tmp_path / 'out'}", f"--format={image_format}"]
     with monkeypatch.context() as patched:
         batches = iter(range(1000))
-        patched.setattr("common.interruption.fault_point", lambda name: next(batches) if name == "generated" else None)
-        patched.setattr(interruption, "requested", lambda: "SIGTERM" if next(batches) > 30 else None)
-        with pytest.raises(interruption.Interrupted, match=r"stopped after \d+ of 64 images"):
+        patched.setattr("generation.engine.fault_point", lambda name: next(batches) if name == "generated" else None)
+        patched.setattr("generation.engine.stop_requested", lambda: "SIGTERM" if next(batches) > 30 else None)
+        with pytest.raises(Interrupted, match=r"stopped after \d+ of 64 images"):
             generate(*flags)
     there = len(list((tmp_path / "out" / "parts").iterdir()))
     assert 0 < there < 8

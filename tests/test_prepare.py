@@ -23,7 +23,7 @@ from PIL import Image
 
 import prepare_data
 from common.errors import UserError
-from common.interruption import EXIT_INTERRUPTED, Interrupted
+from common.interruption import EXIT_INTERRUPTED, Interrupted, catch_signals
 from image_data.annotations import ANIMALS10
 from image_data.data_options import DataOptions
 from image_data.decode import decode_image
@@ -452,9 +452,9 @@ def test_an_interruption_leaves_nothing_half_written(pets, run, tmp_path, monkey
         if len(written) == 7:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(image_folder.interruption, "fault_point", interrupted)
+    monkeypatch.setattr(image_folder, "fault_point", interrupted)
     before = signal.getsignal(signal.SIGTERM)
-    prepare_data.interruption.listen()
+    catch_signals()
     try:
         with pytest.raises(Interrupted, match="SIGTERM: stopped at 16 of 24 images; the same command goes on"):
             run(pets, out, "--resolution=8")

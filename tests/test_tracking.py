@@ -2,6 +2,7 @@
 
 import json
 
+from run_folder.folder import RunFolder
 from training.tracking import Clock, keep_lines_up_to
 
 
@@ -24,11 +25,11 @@ def test_lines_of_repeated_steps_and_a_torn_line_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 1 / step}) + "\n" for step in range(1, 8)]
     path.write_text("".join(lines) + '{"step": 8, "lo')
-    keep_lines_up_to(path, 100)
+    keep_lines_up_to(RunFolder(tmp_path), 100)
     assert path.read_text() == "".join(lines)
-    keep_lines_up_to(path, 5)
+    keep_lines_up_to(RunFolder(tmp_path), 5)
     assert path.read_text() == "".join(lines[:5])
-    keep_lines_up_to(path, 0)
+    keep_lines_up_to(RunFolder(tmp_path), 0)
     assert path.read_text() == ""
-    keep_lines_up_to(tmp_path / "none.jsonl", 5)
-    assert not (tmp_path / "none.jsonl").exists()
+    keep_lines_up_to(RunFolder(tmp_path / "none"), 5)
+    assert not (tmp_path / "none").exists()

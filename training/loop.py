@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common import interruption
+from common.interruption import fault_point
 from common.randomness import derive_seed
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def train(run: Run) -> None:
         with loss.around_update(state.unet, batch):
             update.step(batch.step, all_finite)  # 5: take the gradient step
         loss.observe(batch.step, observed)
-        interruption.fault_point("update")
+        fault_point("update")
         state.step += 1
 
         ending = run.ending()

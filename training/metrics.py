@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from common.processes import Processes
 from run_folder.folder import QUARTERS
 
 if TYPE_CHECKING:
-    from common.processes import Processes
     from training.update import Update
 
 # Where the sums are: of losses and images by quarter of t, of weights and their squares, then one each.
@@ -21,8 +21,7 @@ OBJECTIVE, GRADIENT_NORM = 2 * QUARTERS + 2, 2 * QUARTERS + 3
 class Window:
     """The steps since the last line of metrics.
 
-    The sums are made step by step and saved in checkpoints, so that a line is the same whether the run stopped within
-    the window or not. They stay on the device until they are asked for.
+    Its sums stay on the device, and checkpoints hold them: a line is the same if the run stopped within the window.
     """
 
     def __init__(self, processes: Processes, num_train_timesteps: int, length: int):
@@ -40,21 +39,15 @@ class Window:
     def add(
         self, t: torch.Tensor, weights: torch.Tensor, errors: torch.Tensor, update: Update, observed: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a step; return whether its numbers are finite everywhere, and the sum over the processes of `observed`.
-
-        It all goes in one exchange, on the device.
-        """
+        """Add a step; return whether its numbers are finite everywhere, and the sum of `observed` over processes."""
         quarters = torch.arange(QUARTERS, device=t.device)[:, None]
         in_quarter = t * QUARTERS // self.num_train_timesteps == quarters
-        by_quarter = torch.where(in_quarter, errors.to(self._dtype), 0).sum(1)
-        squares = weights.to(self._dtype).square()
-        objective = update.objective.to(self._dtype) / self.processes.count
-        single = [weights.to(self._dtype).sum(), squares.sum(), objective, (~update.is_finite).to(self._dtype)]
-        shared = torch.cat(
-            [by_quarter, in_quarter.sum(1).to(self._dtype), torch.stack(single), observed.to(self._dtype)]
-        )
+        errors_of_quarters = torch.where(in_quarter, errors.to(self._dtype), 0).sum(1)
+        weights, objective = weights.to(self._dtype), update.objective.to(self._dtype) / self.processes.count
+        single = torch.stack([weights.sum(), weights.square().sum(), objective, (~update.is_finite).to(self._dtype)])
+        shared = torch.cat([errors_of_quarters, in_quarter.sum(1), single, observed])
         if self.processes.count > 1:
-            dist.all_reduce(shared)
+            dist.all_reduce(shared)  # all in one exchange, on the device
         sums, failures, observed = shared.split([GRADIENT_NORM, 1, len(observed)])
         # The gradients were averaged before the norm, which is therefore the same everywhere.
         self.sums += torch.cat([sums, update.gradient_norm.detach().to(self._dtype)[None]])

@@ -9,25 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from PIL import Image
 
-from common import interruption
-from common.errors import RunFailed
+from common.errors import RunFailed, reason_of
+from common.files import written_aside
+from common.interruption import Interrupted, fault_point, stop_requested
 from common.progress import progress_bar
 from image_data.grid import image_grid, side_by_side
-from run_folder.checkpoints import describe, newest
+from run_folder.checkpoints import CheckpointWriter, networks_of, newest
 from run_folder.folder import RunFolder
 from schedulers.denoising import DDPM, denoise, network_predict, to_uint8
 
 if TYPE_CHECKING:
-    from PIL import Image
-
-    from run_folder.checkpoints import CheckpointWriter
     from training.setup import Ending, Run, TrainingState
 
 logger = logging.getLogger(__name__)
-
-# The grid at the end is left out of a run that took less time than drawing it would, beyond this.
-FREE_SAMPLING_SECONDS = 60
 
 
 class StoppedWhileSampling(Exception):
@@ -38,16 +34,17 @@ class Milestones:
     """Sample grids, checkpoints and the pipeline, each due at its steps. Time spent here is not training time."""
 
     def __init__(self, run: Run, writer: CheckpointWriter):
-        config, steps_per_epoch = run.config, run.batches.steps_per_epoch
+        config, epoch = run.config, run.batches.steps_per_epoch
         self.run, self.config, self.processes, self.writer = run, config, run.processes, writer
-        self.output_dir = Path(config.output_dir)
-        self.image_steps = config.save_images_steps
-        if config.save_images_epochs:
-            self.image_steps = config.save_images_epochs * steps_per_epoch
-        self.model_steps = config.save_model_epochs and config.save_model_epochs * steps_per_epoch
+        self.folder = RunFolder(config.output_dir)
+        images, models = config.save_images_epochs, config.save_model_epochs
+        self.image_steps = images * epoch if images else config.save_images_steps
+        self.model_steps = models * epoch if models else None
         full_length = config.ddpm_num_inference_steps == config.ddpm_num_steps
-        variance_type = run.process.config.variance_type if full_length else None
-        self.sampling = DDPM(run.process, config.ddpm_num_inference_steps, variance_type)
+        variance_type = config.variance_type if full_length else None
+        self.sampling = DDPM(run.state.loss.process, config.ddpm_num_inference_steps, variance_type)
+        network = run.state.unet.config
+        self.shape = (network.in_channels, network.sample_size, network.sample_size)
         # A row for each class or prompt, or nearly a square.
         rows = len(run.condition.rows_of_grid)
         self.columns = config.eval_batch_size // rows if rows else max(1, round(config.eval_batch_size**0.5))
@@ -56,7 +53,7 @@ class Milestones:
     @property
     def last_checkpoint(self) -> Path | None:
         self.writer.wait()
-        return newest(self.output_dir)
+        return newest(self.folder.path)
 
     def due(self, step: int) -> bool:
         """Tell whether there is something to do after this step, even if the run goes on."""
@@ -88,9 +85,9 @@ class Milestones:
                     self.writer.finish(state)
                 self.processes.barrier()
         if stopped:
-            raise interruption.Interrupted(
-                f"{interruption.requested() or 'a stop of another process'}: saved at step {step} in "
-                f"{self.output_dir}; start the same command again to continue"
+            raise Interrupted(
+                f"{stop_requested() or 'a stop of another process'}: saved at step {step} in "
+                f"{self.folder.path}; start the same command again to continue"
             )
 
     def catch_up(self, state: TrainingState) -> None:
@@ -99,7 +96,7 @@ class Milestones:
         with self.run.tracking.paused():
             if state.step == 0:
                 self.run.tracking.log_density(state.loss.sampler.describe(), 0)
-            missing = self.processes.broadcast(not self._grid_path(state.step).exists())
+            missing = self.processes.broadcast(not self.folder.grid_file(state.step).exists())
             if missing and (due or (over and self._worth_a_grid(state))):
                 self.draw_samples(state)
             if over:
@@ -124,75 +121,59 @@ class Milestones:
                 f"nothing is saved; the last good checkpoint is {self.last_checkpoint}. The devices must be of one kind"
             )
 
-    def _grid_path(self, step: int) -> Path:
-        return RunFolder(self.output_dir).grid_file(step)
-
     def _worth_a_grid(self, state: TrainingState) -> bool:
         """Tell whether the grid at the end takes at most a minute, or at most as long as the training did."""
-        seeds = self._my_seeds()
-        inputs = self._inputs_of(seeds)
+        seeds, inputs = self._my_samples()
         with torch.inference_mode():
-            probe = torch.zeros(len(seeds), *self._shape(state), device=self.processes.device)
-            seconds = []
-            for _ in range(2):  # the first pass also warms up
+            probe = torch.zeros(len(seeds), *self.shape, device=self.processes.device)
+            for _ in range(2):  # the first pass warms up, the second counts
                 start = time.perf_counter()
                 state.unet(probe, 0, **inputs)
                 self.processes.synchronize_device()
-                seconds.append(time.perf_counter() - start)
-        passes = self.config.ddpm_num_inference_steps * len(state.sampling_weights)
-        estimate = seconds[-1] * passes
-        too_long = self.processes.all_reduce_any(estimate > max(FREE_SAMPLING_SECONDS, state.train_seconds))
-        if too_long and self.processes.is_main:
+                seconds = time.perf_counter() - start
+        estimate = seconds * self.config.ddpm_num_inference_steps * len(state.sampling_weights)
+        too_long = self.processes.all_reduce_any(estimate > max(60, state.train_seconds))
+        if too_long:
             logger.info(
-                "No sample grid at the end: drawing it would take about %.0f s after %.0f s of training; "
-                "fewer --ddpm_num_inference_steps or a smaller --eval_batch_size make it cheaper",
-                estimate,
-                state.train_seconds,
+                f"No sample grid at the end: drawing it would take about {estimate:.0f} s after "
+                f"{state.train_seconds:.0f} s of training; fewer --ddpm_num_inference_steps or a smaller "
+                f"--eval_batch_size make it cheaper"
             )
         return not too_long
 
-    def _shape(self, state: TrainingState) -> tuple[int, int, int]:
-        network = state.unet.config
-        return network.in_channels, network.sample_size, network.sample_size
-
-    def _my_seeds(self) -> torch.Tensor:
-        """Return this process's share of the seeds 0, 1, ...: as many on each, the last ones twice where needed."""
-        per_process = -(-self.num_samples // self.processes.count)
-        seeds = torch.arange(per_process) * self.processes.count + self.processes.index
-        return (seeds % self.num_samples).to(self.processes.device)
-
-    def _inputs_of(self, seeds: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what the network takes for these samples: the condition of the row that each is in."""
-        inputs = self.run.condition.inputs_of_grid(seeds.cpu() // self.columns)
-        return {name: value.to(self.processes.device) for name, value in inputs.items()}
+    def _my_samples(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return this process's share of the seeds 0, 1, ..., and what the network takes for the rows they are in."""
+        # Every process has as many; some come twice where needed.
+        per_process, device = -(-self.num_samples // self.processes.count), self.processes.device
+        seeds = (torch.arange(per_process) * self.processes.count + self.processes.index) % self.num_samples
+        inputs = self.run.condition.inputs(seeds // self.columns, of_grid=True)
+        return seeds.to(device), {name: value.to(device) for name, value in inputs.items()}
 
     def draw_samples(self, state: TrainingState) -> bool:
         """Draw the same images as at every visit, in a grid for each kind of weights; every process draws its share.
 
         False if a stop was asked for meanwhile: the grid is then drawn when the run goes on.
         """
-        pictures = {}
-        seeds = self._my_seeds()
-        inputs = self._inputs_of(seeds)
-        steps = self.config.ddpm_num_inference_steps
+        pictures, networks = {}, state.sampling_weights
+        seeds, inputs = self._my_samples()
         bar = progress_bar(
-            total=steps * len(state.sampling_weights),
-            desc=f"Sampling ({', '.join(state.sampling_weights)})",
+            total=self.config.ddpm_num_inference_steps * len(networks),
+            desc=f"Sampling ({', '.join(networks)})",
             leave=False,
             disable=not self.processes.is_local_main,
         )
 
         def on_step(number: int, samples: torch.Tensor) -> None:
             bar.update()
-            if self.processes.all_reduce_any(interruption.requested() is not None):
+            if self.processes.all_reduce_any(stop_requested() is not None):
                 raise StoppedWhileSampling
 
         try:
-            for weights, unet in state.sampling_weights.items():
+            for weights, unet in networks.items():
                 unet.eval()
                 with self.processes.accelerator.autocast():
                     predict = network_predict(partial(unet, **inputs))
-                    samples = denoise(predict, self.sampling, seeds, self._shape(state), on_step)
+                    samples = denoise(predict, self.sampling, seeds, self.shape, on_step)
                 images = self.processes.accelerator.gather(to_uint8(samples)).cpu()
                 # Process r drew the seeds r, r + n, r + 2n, ...
                 images = images.unflatten(0, (self.processes.count, -1)).transpose(0, 1).flatten(0, 1)
@@ -207,15 +188,13 @@ class Milestones:
         return True
 
     def _write_grid(self, picture: Image.Image, step: int) -> None:
-        path = self._grid_path(step)
-        aside = path.with_suffix(".tmp")
+        path = self.folder.grid_file(step)
         try:
             path.parent.mkdir(exist_ok=True)
-            picture.save(aside, format="png")
-            interruption.fault_point("grid")
-            aside.replace(path)
+            with written_aside(path, durable=False) as aside:
+                picture.save(aside, format="png")
+                fault_point("grid")
         except OSError as error:
-            aside.unlink(missing_ok=True)
             logger.warning("%s could not be written: %s", path, error.strerror)
         self.run.tracking.log_picture("test_samples", picture, step)
 
@@ -225,12 +204,12 @@ class Milestones:
             return
         from diffusers import DDPMPipeline
 
-        unet = state.unet if state.update.ema is None else state.update.ema.ema_model
-        pipeline = DDPMPipeline(unet=unet, scheduler=self.run.process.plain())
+        *_, unet = networks_of(state).values()  # the moving average, if there is one
+        pipeline = DDPMPipeline(unet=unet, scheduler=state.loss.process.plain())
         try:
-            RunFolder(self.output_dir).write_pipeline(pipeline, self.run.condition.pipeline_entries())
+            self.folder.write_pipeline(pipeline, self.run.condition.pipeline_entries)
         except Exception as error:  # safetensors reports a full disk in its own way; the checkpoint comes next
-            logger.warning("The pipeline in %s could not be written: %s", self.output_dir, describe(error))
+            logger.warning("The pipeline in %s could not be written: %s", self.folder.path, reason_of(error))
 
 
 def digest_of(state: TrainingState) -> list[int]:
@@ -239,7 +218,7 @@ def digest_of(state: TrainingState) -> list[int]:
     It is taken on the device: to copy the weights out and hash them would keep the training waiting as long as a save.
     """
     sums = []
-    for network in [state.unet] + ([] if state.update.ema is None else [state.update.ema.ema_model]):
+    for network in networks_of(state).values():
         for tensor in network.state_dict().values():
             words = tensor.flatten().view(torch.int32).long()
             sums.append((words * torch.arange(1, len(words) + 1, device=words.device)).sum())  # modulo 2^64

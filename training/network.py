@@ -1,18 +1,17 @@
 """The network: the paper's U-Net as a UNet2DModel, its shapes for other sizes, and the paper's initialisation."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from bisect import bisect
 
 import torch
+from diffusers import UNet2DConditionModel, UNet2DModel
 from torch import nn
 
-from common.errors import UserError, first_line
+from common.errors import UserError, user_errors
+from run_folder.config import TrainingConfig
 
-if TYPE_CHECKING:
-    from diffusers import UNet2DConditionModel, UNet2DModel
-
-    from run_folder.config import TrainingConfig
+Network = UNet2DModel | UNet2DConditionModel
+# {"num_class_embeds": n} for a class, which is added to the timestep's embedding, {"cross_attention_dim": n} for text.
+Conditioning = dict[str, int] | None
 
 # What differs from UNet2DModel's defaults. With the defaults, five of these give another network
 # with the same number of parameters (docs/reproduction.md).
@@ -46,49 +45,41 @@ CHANNELS = {
     128: (128, 128, 256, 256, 512),
     256: (128, 128, 256, 256, 512, 512),
 }
+SIZES = range(min(CHANNELS), 2 * max(CHANNELS))
 ATTENTION_RESOLUTION = 16
 CHANNELS_OF_A_HEAD = 64  # in attention to words, of which the paper says nothing
 ZERO_GAIN = 1e-5  # a variance scale of 1e-10
 
 
-def can_be_halved(resolution: int) -> bool:
-    """Tell whether a network is defined for the size."""
-    if not min(CHANNELS) <= resolution < 2 * max(CHANNELS):
-        return False
-    halvings = len(CHANNELS[max(size for size in CHANNELS if size <= resolution)]) - 1
-    return resolution % 2 ** max(1, halvings - 1) == 0
+def channels_of_levels(resolution: int) -> tuple[int, ...]:
+    """Choose the channels of each level for one of `SIZES`: those of the nearest size at or below it in `CHANNELS`.
+
+    The last level is left out where it would leave a remainder: 28 is halved to 14 and 7.
+    """
+    channels = CHANNELS[max(size for size in CHANNELS if size <= resolution)]
+    return channels if len(channels) == 2 or can_be_halved(resolution, channels) else channels[:-1]
+
+
+def can_be_halved(resolution: int, channels: tuple[int, ...]) -> bool:
+    return resolution % 2 ** (len(channels) - 1) == 0
 
 
 def network_shape(resolution: int) -> tuple[tuple[int, ...], int]:
-    """Choose the channels of each level and the level with attention, for a size from 8 to 511.
-
-    The image is halved as often as in the nearest size at or below it in `CHANNELS`, or once less when that
-    division leaves a remainder (28 is halved to 14 and 7); attention is at the first level of at most 16 pixels.
-    """
-    if not min(CHANNELS) <= resolution < 2 * max(CHANNELS):
+    """Choose the channels of each level, and the level with attention: the first of at most 16 pixels, or the last."""
+    if resolution not in SIZES:
         raise UserError(
-            f"--resolution {resolution}: networks are defined for {min(CHANNELS)} to {2 * max(CHANNELS) - 1} pixels; "
+            f"--resolution {resolution}: networks are defined for {SIZES[0]} to {SIZES[-1]} pixels; "
             f"choose such a size or describe another network with --model_config_name_or_path"
         )
-    channels = CHANNELS[max(size for size in CHANNELS if size <= resolution)]
-    halvings = len(channels) - 1
-    if resolution % 2**halvings and halvings > 1:
-        channels, halvings = channels[:-1], halvings - 1
-    if resolution % 2**halvings:
-        raise UserError(
-            f"--resolution {resolution}: the network must halve it {halvings} times; use {nearest_sizes(resolution)}"
-        )
-    attention = next(
-        level for level in range(len(channels)) if resolution >> level <= ATTENTION_RESOLUTION or level == halvings
-    )
+    channels = channels_of_levels(resolution)
+    last = len(channels) - 1
+    if not can_be_halved(resolution, channels):
+        usable = [size for size in SIZES if can_be_halved(size, channels_of_levels(size))]
+        above = bisect(usable, resolution)
+        nearest = " or ".join(map(str, usable[above - 1 : above + 1]))
+        raise UserError(f"--resolution {resolution}: the network must halve it {last} times; use {nearest}")
+    attention = next(level for level in range(last + 1) if resolution >> level <= ATTENTION_RESOLUTION or level == last)
     return channels, attention
-
-
-def nearest_sizes(resolution: int) -> str:
-    """Name the sizes below and above that a network is defined for."""
-    below = next((size for size in range(resolution - 1, min(CHANNELS) - 1, -1) if can_be_halved(size)), None)
-    above = next((size for size in range(resolution + 1, 2 * max(CHANNELS)) if can_be_halved(size)), None)
-    return " or ".join(str(size) for size in (below, above) if size is not None)
 
 
 def build_unet(
@@ -96,13 +87,9 @@ def build_unet(
     channels: int,
     dropout: float = 0.1,
     generator: torch.Generator | None = None,
-    condition: dict[str, int] | None = None,
-) -> UNet2DModel | UNet2DConditionModel:
-    """Build the paper's network for a size of image; at 32 pixels and 3 channels it is that of CIFAR-10.
-
-    `condition` is nothing, or {"num_class_embeds": n} for a class, whose embedding is added to that of the timestep,
-    or {"cross_attention_dim": n} for text.
-    """
+    condition: Conditioning = None,
+) -> Network:
+    """Build the paper's network for a size of image; at 32 pixels and 3 channels it is that of CIFAR-10."""
     block_out_channels, attention = network_shape(resolution)
     levels = range(len(block_out_channels))
     settings = {
@@ -116,19 +103,14 @@ def build_unet(
         "dropout": dropout,
         **(condition or {}),
     }
-    unet = network_class(condition)(**(with_cross_attention(settings) if reads_text(condition) else settings))
+    text = reads_text(condition)
+    unet = UNet2DConditionModel(**with_cross_attention(settings)) if text else UNet2DModel(**settings)
     initialize_like_paper(unet, generator)
     return unet
 
 
-def reads_text(condition: dict[str, int] | None) -> bool:
+def reads_text(condition: Conditioning) -> bool:
     return "cross_attention_dim" in (condition or {})
-
-
-def network_class(condition: dict[str, int] | None) -> type[UNet2DModel | UNet2DConditionModel]:
-    from diffusers import UNet2DConditionModel, UNet2DModel
-
-    return UNet2DConditionModel if reads_text(condition) else UNet2DModel
 
 
 def with_cross_attention(settings: dict[str, object]) -> dict[str, object]:
@@ -143,33 +125,26 @@ def with_cross_attention(settings: dict[str, object]) -> dict[str, object]:
     return {**settings, **types, "attention_head_dim": heads}
 
 
-def load_network(
-    name_or_path: str, resolution: int, condition: dict[str, int] | None = None
-) -> UNet2DModel | UNet2DConditionModel:
+def load_network(name_or_path: str, resolution: int, condition: Conditioning = None) -> Network:
     """Load the network that a config.json describes (a file, a folder or a Hub id), and try it with one image."""
     flag = f"--model_config_name_or_path {name_or_path}"
-    kind = network_class(condition)
-    try:
+    kind = UNet2DConditionModel if reads_text(condition) else UNet2DModel
+    with user_errors(f"{flag}: not a {kind.__name__} configuration", Exception):  # whatever a wrong entry runs into
         settings = kind.load_config(name_or_path)
         if reads_text(condition) and settings.get("_class_name") == "UNet2DModel":
             settings = with_cross_attention(settings)
         unet = kind.from_config(settings, **(condition or {})).eval()
         size, halvings = unet.config.sample_size, len(unet.config.block_out_channels) - 1
-    except Exception as error:  # diffusers raises whatever a wrong entry runs into
-        raise UserError(f"{flag}: not a {kind.__name__} configuration ({first_line(error)})") from error
     if size != resolution:
         raise UserError(f"{flag}: sample_size is {size}, but --resolution is {resolution}")
     if resolution % 2**halvings:
         raise UserError(f"--resolution {resolution}: the network in {name_or_path} halves it {halvings} times")
-    try:
-        with torch.no_grad():
-            unet(torch.zeros(1, unet.config.in_channels, resolution, resolution), 0, **an_input(condition))
-    except Exception as error:
-        raise UserError(f"{flag}: the network cannot take an image and a timestep ({first_line(error)})") from error
+    with torch.no_grad(), user_errors(f"{flag}: the network cannot take an image and a timestep", Exception):
+        unet(torch.zeros(1, unet.config.in_channels, resolution, resolution), 0, **an_input(condition))
     return unet.train()
 
 
-def an_input(condition: dict[str, int] | None) -> dict[str, torch.Tensor]:
+def an_input(condition: Conditioning) -> dict[str, torch.Tensor]:
     """Make what a network with this condition takes for one image, besides the image and its timestep."""
     if reads_text(condition):
         return {"encoder_hidden_states": torch.zeros(1, 1, condition["cross_attention_dim"])}
@@ -182,15 +157,14 @@ def check_network(config: TrainingConfig) -> None:
         network_shape(config.resolution)
     else:
         # How many classes there are, or how wide the encoder is, shows later; any number will do to try the rest.
-        condition = {"class": {"num_class_embeds": 1}, "text": {"cross_attention_dim": 8}}
-        load_network(
-            config.model_config_name_or_path, config.resolution, condition.get(getattr(config, "condition", None))
-        )
+        conditions = {None: None, "class": {"num_class_embeds": 1}, "text": {"cross_attention_dim": 8}}
+        condition = conditions[getattr(config, "condition", None)]
+        load_network(config.model_config_name_or_path, config.resolution, condition)
 
 
 def build_training_unet(
-    config: TrainingConfig, channels: int, generator: torch.Generator, condition: dict[str, int] | None = None
-) -> UNet2DModel | UNet2DConditionModel:
+    config: TrainingConfig, channels: int, generator: torch.Generator, condition: Conditioning = None
+) -> Network:
     """Build the network that a run's configuration asks for, initialised as in the paper."""
     described = config.model_config_name_or_path
     if described is None:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-from common import interruption
 from common.files import write_atomically
+from common.interruption import stop_requested, stops_deferred
+from common.processes import Processes
 from common.randomness import generator_for
+from conditions.condition import Condition
 from image_data.batches import TrainingBatches
+from image_data.store import TrainingImages
 from run_folder.checkpoints import CheckpointWriter, load_checkpoint
-from run_folder.config import (
-    Batch,
-    TrainingConfig,
-    as_yaml,
-    resolve_batch,
-    resolve_steps,
-    settings_of,
-    with_resolved,
-)
+from run_folder.config import Batch, TrainingConfig, as_yaml, resolve_batch, resolve_steps, settings_of, with_resolved
 from run_folder.folder import RunFolder, check_disk, check_output_dir, open_run
 from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
@@ -34,11 +29,6 @@ from training.milestones import Milestones
 from training.network import build_training_unet, check_network
 from training.tracking import Tracking
 from training.update import Update
-
-if TYPE_CHECKING:
-    from common.processes import Processes
-    from conditions.condition import Condition
-    from image_data.store import TrainingImages
 
 Ending = Literal["finished", "stopped"] | None
 
@@ -85,9 +75,8 @@ class TrainingState:
     def sampling_weights(self) -> dict[str, torch.nn.Module]:
         """The networks to look at: the moving average, and the raw weights while that still lags behind."""
         ema = self.update.ema
-        if ema is None:
-            return {"raw": self.unet}
-        return {"ema": ema.ema_model} | ({"raw": self.unet} if self.step < 5 / (1 - ema.beta) else {})
+        networks = {} if ema is None else {"ema": ema.ema_model}
+        return networks | ({"raw": self.unet} if ema is None or self.step < 5 / (1 - ema.beta) else {})
 
 
 @dataclass
@@ -99,7 +88,6 @@ class Run:
     condition: Condition
     sizes: Batch
     batches: TrainingBatches
-    process: ExactDDPMScheduler
     state: TrainingState
     total_steps: int
     over: bool = False  # before it began: there is nothing left to train
@@ -109,9 +97,9 @@ class Run:
 
     def is_over(self) -> bool:
         """Tell whether the steps are done, or the time is up on any process."""
-        limit = self.config.max_train_seconds
-        if self.state.step >= self.total_steps or limit is None:
-            return self.state.step >= self.total_steps
+        done, limit = self.state.step >= self.total_steps, self.config.max_train_seconds
+        if done or limit is None:
+            return done
         seconds = self.state.train_seconds if self.tracking is None else self.tracking.clock.train_seconds
         return self.processes.all_reduce_any(seconds >= limit)
 
@@ -119,20 +107,16 @@ class Run:
         """Tell whether the run ends here, and all processes with it."""
         if self.is_over():
             return "finished"
-        return "stopped" if self.processes.all_reduce_any(interruption.requested() is not None) else None
+        return "stopped" if self.processes.all_reduce_any(stop_requested() is not None) else None
 
     def exchanging_gradients(self, after: bool) -> AbstractContextManager:
         """Have the processes exchange gradients after the pass in here, or not yet."""
         return nullcontext() if after else self.processes.accelerator.no_sync(self.network)
 
     def check_health(self, ending: Ending) -> None:
-        """Raise if loss or gradient are no longer numbers.
-
-        A CPU can be asked after every step, a GPU where its results are fetched anyway.
-        """
-        step = self.state.step
-        line_due = step % self.config.logging_steps == 0
-        if line_due or ending or self.processes.device.type == "cpu" or self.milestones.due(step):
+        """Raise if loss or gradient are no longer numbers; a GPU is asked only where its results are fetched anyway."""
+        step, on_cpu = self.state.step, self.processes.device.type == "cpu"
+        if on_cpu or ending or step % self.config.logging_steps == 0 or self.milestones.due(step):
             self.state.update.check(step, self.state.window, lambda: self.milestones.last_checkpoint)
 
 
@@ -153,7 +137,7 @@ def build_process(config: TrainingConfig) -> ExactDDPMScheduler:
 
 
 def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages, condition: Condition) -> Run:
-    """Build which images make up which step, the network, the objective, and all that changes while training."""
+    """Build batches, network, objective and all that changes while training; raise if the disk has no room for it."""
     sizes = resolve_batch(config, processes.count)
     batches = TrainingBatches(data, condition, config.seed, sizes.total, sizes.accumulation, processes)
     total_steps = resolve_steps(config, batches.steps_per_epoch)
@@ -161,8 +145,8 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
 
     initialisation = generator_for(config.seed, "initialisation")
     unet = build_training_unet(config, data.channels, initialisation, condition.network).to(processes.device)
-    process = build_process(config)
-    loss = build_loss(vars(config), process)
+    check_disk(config, unet.num_parameters())
+    loss = build_loss(vars(config), build_process(config))
     loss.start(config.seed, sizes.total, data.channels, condition.inputs, processes)
     state = TrainingState(
         unet=unet,
@@ -172,16 +156,15 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
         settings=settings_of(config) | {"images": len(data.images)} | condition.settings,
         condition=condition.description,
     )
-    return Run(config, processes, condition, sizes, batches, process, state, total_steps)
+    return Run(config, processes, condition, sizes, batches, state, total_steps)
 
 
 def execute(run: Run) -> None:
     """Announce a run, train it or go on with it, and make its folder a pipeline with a card."""
-    check_disk(run.config, run.state.unet.num_parameters())
     announce(run)
     if run.config.dry_run:
         return
-    with interruption.deferred(), opened(run):  # from here on, to be stopped means to save first
+    with stops_deferred(), opened(run):  # from here on, to be stopped means to save first
         train(run)
 
     # The card, and the Hub if asked, which the other processes need not wait for.
@@ -203,7 +186,7 @@ def opened(run: Run) -> Iterator[None]:
         folder.write_condition(run.condition)
     run.over = run.is_over()
     run.network = processes.accelerator.prepare(state.unet)
-    with Tracking(run) as run.tracking, processes.reporting_dead_peers():
+    with closing(Tracking(run)) as run.tracking, processes.reporting_dead_peers():
         run.milestones = Milestones(run, CheckpointWriter(config, checkpoint))
         yield
     log_end(run)

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,26 +14,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import psutil
 import torch
+from PIL import Image
 
-from common import interruption
 from common.files import write_atomically
+from common.interruption import fault_point
 from common.progress import progress_bar
+from image_data.batches import Batch
+from run_folder.config import TrainingConfig
 from run_folder.folder import RunFolder
 from training.metrics import COUNTS, GRADIENT_NORM, LOSSES, OBJECTIVE, WEIGHTS
 
 if TYPE_CHECKING:
-    from PIL import Image
-
-    from image_data.batches import Batch
-    from run_folder.config import TrainingConfig
-    from schedulers.loss import DiffusionLoss
     from training.setup import Ending, Run, TrainingState
 
 logger = logging.getLogger(__name__)
 
-SMOOTHING = 0.99  # per step
 DENSITY, DENSITY_BINS = "timestep_density", 100
 
 
@@ -62,28 +61,26 @@ class Tracking:
         config, state = run.config, run.state
         self.processes, self.writes = run.processes, run.processes.is_main
         self.batch_size, self.logging_steps = run.sizes.total, config.logging_steps
-        self.path = RunFolder(config.output_dir).metrics_file
+        self.folder = RunFolder(config.output_dir)
         self._unwritten: list[dict] = []
+        self.tracker = None
         if self.writes:
             # A line in the middle of a window, at the end of a run that now goes on, is not to stay.
             last_line = state.step - (1 if state.window.steps and not run.over else 0)
-            keep_lines_up_to(self.path, last_line)
-        self.tracker = open_tracker(config, last_line) if self.writes else None
-        self.bar = progress_bar(
-            total=run.total_steps, initial=state.step, desc="Steps", disable=not run.processes.is_local_main
-        )
+            keep_lines_up_to(self.folder, last_line)
+            self.tracker = open_tracker(config, last_line)
+        silent = not run.processes.is_local_main
+        self.bar = progress_bar(total=run.total_steps, initial=state.step, desc="Steps", disable=silent)
         self.clock = Clock(state.train_seconds)
-        self._last_step, self._last_seconds, self._last_data = state.step, state.train_seconds, 0.0
-        self._last_sampler = 0.0
+        self._last = (state.step, state.train_seconds, 0.0, 0.0)  # as `_metrics` compares them
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass the batches on and note how long each was waited for."""
-        iterator = iter(batches)
-        while True:
-            start = time.perf_counter()
-            batch = next(iterator)
+        start = time.perf_counter()
+        for batch in batches:
             self.clock.data_seconds += time.perf_counter() - start
             yield batch
+            start = time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -93,10 +90,7 @@ class Tracking:
             yield
 
     def log(self, state: TrainingState, ending: Ending) -> None:
-        """Advance the bar, and write a line of metrics where one is due.
-
-        One more is written where the run is finished within a window; it is dropped again if the run goes on.
-        """
+        """Advance the bar, and write a line of metrics where one is due or the run is finished."""
         self.bar.update()
         line_due = state.step % self.logging_steps == 0
         if not (line_due or ending == "finished"):
@@ -116,8 +110,10 @@ class Tracking:
         loss, gradient_norm = sums[OBJECTIVE] / window.steps, sums[GRADIENT_NORM]
         # Fetching the sums has waited for the device, so the clock is true.
         state.train_seconds = self.clock.train_seconds
-        steps, seconds = state.step - self._last_step, state.train_seconds - self._last_seconds
-        keep = SMOOTHING**window.steps
+        now = (state.step, state.train_seconds, self.clock.data_seconds, state.loss.sampler_seconds)
+        steps, seconds, data_seconds, sampler_seconds = map(operator.sub, now, self._last)
+        self._last = now
+        keep = 0.99**window.steps
         smoothed_loss = loss if state.smoothed_loss is None else keep * state.smoothed_loss + (1 - keep) * loss
         metrics = {
             "loss": loss,
@@ -130,26 +126,26 @@ class Tracking:
             "lr": state.update.optimizer.param_groups[0]["lr"],
             **({} if state.update.ema is None else {"ema_decay": state.update.ema.get_current_decay()}),
             "images_per_second": steps * self.batch_size / seconds,
-            "data_wait_share": (self.clock.data_seconds - self._last_data) / seconds,
-            **self._sampler_share(state.loss, seconds),
-            **self._memory(),
+            "data_wait_share": data_seconds / seconds,
+            # Samplers that do not learn take next to none of the time.
+            **({"timestep_sampler_share": sampler_seconds / seconds} if state.loss.sampler.adapts else {}),
+            "memory_gb": psutil.Process().memory_info().rss / 2**30,
         }
-        self._last_step, self._last_seconds = state.step, state.train_seconds
-        self._last_data = self.clock.data_seconds
+        if self.processes.device.type == "cuda":
+            metrics["device_memory_gb"] = torch.cuda.max_memory_allocated(self.processes.device) / 2**30
         return metrics
 
     def _write(self, state: TrainingState, metrics: dict[str, float]) -> None:
         self._unwritten.append({"step": state.step, "train_seconds": round(state.train_seconds, 3), **metrics})
         try:
-            append_lines(self.path, self._unwritten)
-            interruption.fault_point("metrics")
+            append_lines(self.folder.metrics_file, self._unwritten)
+            fault_point("metrics")
             self._unwritten = []
         except OSError as error:
             if len(self._unwritten) == 1:  # said once: the lines are kept and tried again with the next
                 logger.warning("The metrics of step %d cannot be written yet: %s", state.step, error.strerror)
-        self._to_tracker(
-            lambda tracker: tracker.log({**metrics, "train_seconds": state.train_seconds}, step=state.step)
-        )
+        values = {**metrics, "train_seconds": state.train_seconds}
+        self._to_tracker(lambda tracker: tracker.log(values, step=state.step))
         shown = {"loss": f"{metrics['loss']:.4f}", "lr": f"{metrics['lr']:.2e}", "step": state.step}
         if "ema_decay" in metrics:
             shown["ema_decay"] = f"{metrics['ema_decay']:.4f}"
@@ -157,23 +153,9 @@ class Tracking:
             shown["timestep_sampler"] = f"{metrics['timestep_sampler_share']:.1%}"
         self.bar.set_postfix(shown, refresh=False)
 
-    def _sampler_share(self, loss: DiffusionLoss, seconds: float) -> dict[str, float]:
-        """Return the share of the time that a timestep sampler takes which learns; others take next to none."""
-        before, self._last_sampler = self._last_sampler, loss.sampler_seconds
-        return {"timestep_sampler_share": (loss.sampler_seconds - before) / seconds} if loss.sampler.adapts else {}
-
-    def _memory(self) -> dict[str, float]:
-        """Return the memory of this process and the peak memory of its device, in gigabytes."""
-        used = {"memory_gb": psutil.Process().memory_info().rss / 2**30}
-        if self.processes.device.type == "cuda":
-            used["device_memory_gb"] = torch.cuda.max_memory_allocated(self.processes.device) / 2**30
-        return used
-
     def log_picture(self, name: str, picture: Image.Image, step: int) -> None:
         if self.tracker is not None and self.tracker.name == "tensorboard":
-            import numpy
-
-            pixels = numpy.asarray(picture)
+            pixels = np.asarray(picture)
             self._to_tracker(lambda tracker: tracker.writer.add_image(name, pixels, step, dataformats="HWC"))
         else:
             self._to_tracker(lambda tracker: tracker.log_images({name: [picture]}, step=step))
@@ -182,17 +164,13 @@ class Tracking:
         """Show the probability of the timesteps as a histogram; that of a sampler that adapts moves."""
         if self.tracker is None:
             return
-        import numpy
-
-        edges = numpy.linspace(0, len(density), min(DENSITY_BINS, len(density)) + 1).round()
-        share = numpy.add.reduceat(density.numpy(), edges[:-1].astype(int))
+        edges = np.linspace(0, len(density), min(DENSITY_BINS, len(density)) + 1).round()
+        share = np.add.reduceat(density.numpy(), edges[:-1].astype(int))
         if self.tracker.name == "tensorboard":
-            times = numpy.arange(len(density)) + 0.5
-            moments = {"sum": times @ density.numpy(), "sum_squares": times**2 @ density.numpy()}
-            limits = {"min": 0, "max": len(density), "num": 1, "bucket_limits": edges[1:], "bucket_counts": share}
-            self._to_tracker(
-                lambda tracker: tracker.writer.add_histogram_raw(DENSITY, **limits, **moments, global_step=step)
-            )
+            times = np.arange(len(density)) + 0.5
+            values = {"min": 0, "max": len(density), "num": 1, "bucket_limits": edges[1:], "bucket_counts": share}
+            values |= {"sum": times @ density.numpy(), "sum_squares": times**2 @ density.numpy()}
+            self._to_tracker(lambda tracker: tracker.writer.add_histogram_raw(DENSITY, **values, global_step=step))
         else:
             import wandb
 
@@ -209,10 +187,7 @@ class Tracking:
             logger.warning("No more curves in %s: %s", self.tracker.name, error.strerror)
             self.tracker = None
 
-    def __enter__(self) -> Tracking:
-        return self
-
-    def __exit__(self, *failure) -> None:
+    def close(self) -> None:
         self.bar.close()
         self._to_tracker(lambda tracker: tracker.finish())
 
@@ -224,9 +199,8 @@ def open_tracker(config: TrainingConfig, step: int):
     from accelerate.tracking import TensorBoardTracker, WandBTracker
 
     output_dir = Path(config.output_dir)
-    logging_dir = output_dir / config.logging_dir
     if config.logger == "tensorboard":
-        tracker = TensorBoardTracker("", logging_dir, purge_step=step + 1)
+        tracker = TensorBoardTracker("", output_dir / config.logging_dir, purge_step=step + 1)
     else:
         tracker = WandBTracker(config.tracker_project_name, name=output_dir.name, dir=str(output_dir))
     tracker.start()
@@ -248,16 +222,8 @@ def append_lines(path: Path, values: list[dict]) -> None:
             raise
 
 
-def keep_lines_up_to(path: Path, step: int) -> None:
+def keep_lines_up_to(folder: RunFolder, step: int) -> None:
     """Drop the lines of steps that will be repeated, and a last line that was cut off."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] > step:
-                break
-        except ValueError:
-            break
-        kept.append(line + "\n")
-    write_atomically(path, "".join(kept))
+    if folder.metrics_file.exists():
+        kept = [line for line in folder.read_metrics() if line["step"] <= step]
+        write_atomically(folder.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))

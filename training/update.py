@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from diffusers.optimization import get_scheduler
 from ema_pytorch import EMA
 
 from common.errors import RunFailed
-
-if TYPE_CHECKING:
-    from common.processes import Processes
-    from run_folder.config import TrainingConfig
-    from training.metrics import Window
+from common.processes import Processes
+from run_folder.config import TrainingConfig
+from training.metrics import Window
 
 HEALTHY = torch.iinfo(torch.int64).max  # the step of a failure that has not happened
 # Under fp16 the gradient scaler halves its scale at every overflow, from 65536; below this they are not by chance.
@@ -26,13 +24,11 @@ class Update:
     """What a step does to the weights once it has their gradient, and what it needs to remember for that."""
 
     def __init__(self, config: TrainingConfig, unet: torch.nn.Module, total_steps: int, processes: Processes):
-        self.unet, self.processes = unet, processes
+        self.unet, self.processes, self.max_grad_norm = unet, processes, config.max_grad_norm
         self.optimizer, self.ema = build_optimizer(config, unet), build_ema(config, unet)
         self.scaler: torch.amp.GradScaler | None = processes.accelerator.scaler
         self.learning_rate = learning_rate_schedule(config, total_steps)
-        self.max_grad_norm = config.max_grad_norm
         self.failed_at = torch.full((), HEALTHY, device=processes.device)
-        self.begin()
 
     def begin(self) -> None:
         """Begin to sum the objective of a step."""
@@ -51,11 +47,7 @@ class Update:
 
     @property
     def is_finite(self) -> torch.Tensor:
-        """Tell, on the device, whether objective and gradient are finite.
-
-        Gradients that overflow under fp16 are the gradient scaler's business: it lowers the scale and leaves the update
-        out, as it should.
-        """
+        """Tell, on the device, whether objective and gradient are finite; fp16's overflows are the scaler's affair."""
         finite = self.objective.isfinite()
         return finite if self.scaler is not None else finite & self.gradient_norm.isfinite()
 
@@ -82,9 +74,7 @@ class Update:
         failed_at = int(self.failed_at)
         if failed_at != HEALTHY:
             t, errors = window.latest[failed_at - next_step]  # counted back from the newest step
-            bad, drawn = (
-                sorted(set().union(*self.processes.all_gather(some.tolist()))) for some in (t[~errors.isfinite()], t)
-            )
+            bad, drawn = (set().union(*self.processes.all_gather(some.tolist())) for some in (t[~errors.isfinite()], t))
             what = f"loss at {listed(bad)}" if bad else f"gradient (at {listed(drawn)})"
             checkpoint = last_checkpoint()
             left = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
@@ -99,9 +89,9 @@ class Update:
             )
 
 
-def listed(timesteps: list[int]) -> str:
+def listed(timesteps: set[int]) -> str:
     more = f" and {len(timesteps) - LISTED} more" if len(timesteps) > LISTED else ""
-    return f"timestep(s) {', '.join(map(str, timesteps[:LISTED]))}{more}"
+    return f"timestep(s) {', '.join(map(str, sorted(timesteps)[:LISTED]))}{more}"
 
 
 class ExactEMA(EMA):
@@ -134,33 +124,23 @@ def build_optimizer(config: TrainingConfig, unet: torch.nn.Module) -> torch.opti
 def learning_rate_schedule(config: TrainingConfig, total_steps: int) -> Callable[[int], float]:
     """Return the learning rate as a function of the step s = 0, 1, ..., with the curves that diffusers defines.
 
-    With warm-up it is learning_rate * min(s / warmup_steps, 1). A scheduler prepared by accelerate would be stepped
-    once per process and finish the warm-up that many times too early.
+    A scheduler prepared by accelerate would be stepped once per process and finish the warm-up that much too early.
     """
-    from diffusers.optimization import get_scheduler
-
     carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = get_scheduler(
-        config.lr_scheduler,
-        optimizer=carrier,
-        num_warmup_steps=config.lr_warmup_steps,
-        num_training_steps=total_steps,
+        config.lr_scheduler, carrier, num_warmup_steps=config.lr_warmup_steps, num_training_steps=total_steps
     )
-    factor = scheduler.lr_lambdas[0]
-    return lambda step: config.learning_rate * factor(step)
+    return lambda step: config.learning_rate * scheduler.lr_lambdas[0](step)
 
 
 def build_ema(config: TrainingConfig, unet: torch.nn.Module) -> ExactEMA | None:
-    """Build the moving average: a copy at first, then ema <- decay ema + (1 - decay) weights.
-
-    "Without warm-up" must be said in ema-pytorch's terms: the ramp's minimum is its maximum, no update is left out.
-    """
+    """Build the moving average: a copy at first, then ema <- decay ema + (1 - decay) weights."""
     if not config.use_ema:
         return None
     return ExactEMA(
         unet,
         beta=config.ema_max_decay,
-        min_value=0.0 if config.ema_warmup else config.ema_max_decay,
+        min_value=0.0 if config.ema_warmup else config.ema_max_decay,  # a ramp whose minimum is its maximum
         inv_gamma=config.ema_inv_gamma,
         power=config.ema_power,
         update_after_step=0,

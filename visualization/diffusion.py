@@ -1,6 +1,7 @@
 """Curves over t of what a run can choose: beta schedules, timestep samplers and loss weights."""
 
 import itertools
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -98,7 +99,10 @@ def draw_weightings(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Pa
         for row, (schedule, scheduler) in zip(panels, schedulers.items(), strict=True):
             for axes, (prediction_type, error) in zip(row, PREDICTIONS.items(), strict=True):
                 for name in LOSS_WEIGHTINGS:
-                    axes.plot(_table(name, scheduler, prediction_type), label=name)
+                    table = torch.full_like(scheduler.alphas_cumprod, torch.nan)
+                    with suppress(ValueError):  # its paper defines none for this prediction: there is no curve to draw
+                        table = weighting_table(name, scheduler.alphas_cumprod, prediction_type)
+                    axes.plot(table, label=name)
                 axes.set(title=f"{schedule}: {error}", yscale="log")
         panels.flat[0].set_ylim(VISIBLE_WEIGHTS)
         figure.suptitle("How much the squared error counts at each timestep, by what the network predicts")
@@ -106,10 +110,3 @@ def draw_weightings(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Pa
         figure.supylabel("loss weight")
         legend_beside(panels)
     return path
-
-
-def _table(name: str, scheduler: ExactDDPMScheduler, prediction_type: str) -> torch.Tensor:
-    try:
-        return weighting_table(name, scheduler.alphas_cumprod, prediction_type)
-    except ValueError:  # its paper defines none for this prediction: there is no curve to draw
-        return torch.full_like(scheduler.alphas_cumprod, torch.nan)

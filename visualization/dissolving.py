@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from common.errors import UserError
+from common.errors import user_errors
 from common.files import written_aside
 from common.randomness import derive_seed, standard_normal
 from image_data.decode import UndecodableImage, decode_image
@@ -28,19 +28,13 @@ def decode_images(source: ImageSource, resolution: int) -> torch.Tensor:
     """Decode all images of the source, in [-1, 1], [n, channels, resolution, resolution]."""
     channels, decoded = source.detect_channels(), []
     for index in range(len(source)):
-        try:
-            pixels = decode_image(source.read(index), channels, resolution, center_crop=True)
-        except UndecodableImage as error:
-            raise UserError(f"cannot decode {source.describe(index)}: {error}; repair or remove this image") from error
-        decoded.append(torch.tensor(pixels))
+        with user_errors(f"cannot decode {source.describe(index)}; repair or remove this image", UndecodableImage):
+            decoded.append(torch.tensor(decode_image(source.read(index), channels, resolution, center_crop=True)))
     return torch.stack(decoded).float() / 127.5 - 1
 
 
 def dissolving_frames(images: torch.Tensor, schedulers: dict[str, ExactDDPMScheduler], seed: int) -> list[Image.Image]:
-    """Draw x_t under every schedule, for timesteps from the first to the last.
-
-    The noise of an image is the same in all of them (eq. 4 with one epsilon): only the schedule differs.
-    """
+    """Draw x_t under every schedule, from the first timestep to the last (eq. 4, with one epsilon for all)."""
     steps = next(iter(schedulers.values())).config.num_train_timesteps
     noise = standard_normal(derive_seed(seed, "dissolving"), torch.arange(len(images)), 0, images.shape[1:])
     columns = -(-len(images) // max(1, int(len(images) ** 0.5)))
@@ -51,9 +45,7 @@ def dissolving_frames(images: torch.Tensor, schedulers: dict[str, ExactDDPMSched
             name: image_grid(to_uint8(scheduler.add_noise(images, noise, at_t)), columns, NARROWEST // columns)
             for name, scheduler in schedulers.items()
         }
-        row = side_by_side(grids)
-        frame = Image.new("RGB", (row.width, row.height + HEADER_HEIGHT), "white")
-        frame.paste(row, (0, HEADER_HEIGHT))
+        frame = ImageOps.expand(side_by_side(grids), border=(0, HEADER_HEIGHT, 0, 0), fill="white")
         ImageDraw.Draw(frame).text((2, 2), f"t = {t}", fill="black", font=ImageFont.load_default(18))
         frames.append(frame)
     return frames
@@ -61,23 +53,14 @@ def dissolving_frames(images: torch.Tensor, schedulers: dict[str, ExactDDPMSched
 
 def save_animation(frames: list[Image.Image], path: Path) -> Path:
     """Write an endless GIF that rests on its first and last frame."""
-    palette = _common_palette(frames)
-    first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    durations = [MILLISECONDS] * len(frames)
-    durations[0] = durations[-1] = PAUSE_MILLISECONDS
-    with written_aside(path) as aside:
-        first.save(aside, "GIF", save_all=True, append_images=others, duration=durations, loop=0)
-    return path
-
-
-def _common_palette(frames: list[Image.Image]) -> Image.Image:
-    """Choose one palette for all frames, so that colours do not flicker, with a true white for the paper."""
-    between = [frames[0], frames[len(frames) // 4], frames[-1]]
-    together = Image.new("RGB", (frames[0].width, frames[0].height * len(between)))
-    for place, frame in enumerate(between):
-        together.paste(frame, (0, place * frame.height))
-    palette = together.quantize(COLOURS)
+    # One palette for all frames, so that colours do not flicker, with a true white for the paper.
+    some = [np.asarray(frame) for frame in (frames[0], frames[len(frames) // 4], frames[-1])]
+    palette = Image.fromarray(np.concatenate(some)).quantize(COLOURS)
     colours = np.array(palette.getpalette()).reshape(-1, 3)
     colours[colours.min(1) >= NEARLY_WHITE] = 255
     palette.putpalette(colours.flatten().tolist())
-    return palette
+    first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    durations = [PAUSE_MILLISECONDS, *[MILLISECONDS] * (len(frames) - 2), PAUSE_MILLISECONDS]
+    with written_aside(path) as aside:
+        first.save(aside, "GIF", save_all=True, append_images=others, duration=durations, loop=0)
+    return path

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from common.errors import UserError
+from common.errors import UserError, reason_of
 from common.plots import single_panel
-from run_folder.checkpoints import checkpoints, describe, step_of
+from run_folder.checkpoints import checkpoints, step_of
 from run_folder.config import TrainingConfig
 from run_folder.folder import QUARTERS, RunFolder
 from schedulers.ddpm import build_scheduler
@@ -35,9 +35,8 @@ def read_run(path: Path) -> tuple[TrainingConfig, list[dict]]:
         raise UserError(f"--run_dir {path}: config.yaml in it is not what a training wrote there") from error
     metrics = run.read_metrics()
     if not metrics:
-        raise UserError(
-            f"--run_dir {path}: there are no metrics in it yet ({run.metrics_file.name}); let it train first"
-        )
+        file = run.metrics_file.name
+        raise UserError(f"--run_dir {path}: there are no metrics in it yet ({file}); let it train first")
     return config, metrics
 
 
@@ -53,7 +52,7 @@ def read_densities(folder: Path, config: TrainingConfig) -> dict[int, torch.Tens
             sampler.load_state_dict(sampler_state(load_file(file)))
         except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
             raise UserError(
-                f"{file} does not fit the timestep sampler {config.timestep_sampler} ({describe(error)})"
+                f"{file} does not fit the timestep sampler {config.timestep_sampler} ({reason_of(error)})"
             ) from error
         densities[step_of(checkpoint)] = sampler.describe()
     return densities
