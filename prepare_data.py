@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import UserError, run_script
-from common.files import make_folder, write_atomically
+from common.files import lock, make_folder, write_atomically
 from common.interruption import stops_deferred
 from common.options import values_of
 from preparation.prepare_options import PrepareOptions, folders_of, parse_prepare_options
@@ -34,7 +34,6 @@ def main() -> None:
     source, output = folders_of(options)
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
-    from common.files import lock
     from common.progress import set_up_logging
 
     set_up_logging(is_main=True)

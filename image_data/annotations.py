@@ -45,7 +45,11 @@ def fill_templates(templates: list[str], class_names: list[str]) -> list[list[st
 
 def find_labels(source: ImageSource, label_column: str | None = None) -> Labels:
     """Return the classes in the named column, in the only one there is, or of the folders the images are in."""
-    column = _label_column(source, label_column)
+    import datasets
+
+    classes = [name for name, feature in source.dataset.features.items() if isinstance(feature, datasets.ClassLabel)]
+    found = classes or _usual_columns(source, LABEL_COLUMNS)
+    column = _choose_column(source, "label_column", label_column, found, "columns of classes")
     labels = _labels_of_folders(source) if column is None else _labels_of_column(source, column)
     if len(labels.names) < 2:
         raise UserError(f"{source}: all images are of one class ({labels.names[0]}); a condition needs several")
@@ -56,32 +60,25 @@ def find_labels(source: ImageSource, label_column: str | None = None) -> Labels:
 
 def find_captions(source: ImageSource, caption_column: str | None = None) -> list[list[str]] | None:
     """Return the captions of every row, one or several of each; None if no column is named and none is found."""
-    if caption_column is not None:
-        found = [check_column("caption_column", caption_column, source.annotation_columns)]
-    else:
-        found = _usual_columns(source, CAPTION_COLUMNS)
-    if not found:
+    found = _usual_columns(source, CAPTION_COLUMNS)
+    column = _choose_column(source, "caption_column", caption_column, found, "captions")
+    if column is None:
         return None
-    if len(found) > 1:
-        raise UserError(f"{source} has several captions; name one with --caption_column: {', '.join(found)}")
     captions = []
-    for row, value in enumerate(source.values(found[0])):
+    for row, value in enumerate(source.values(column)):
         several = [value] if isinstance(value, str) else value
         if not (isinstance(several, list) and several and all(isinstance(caption, str) for caption in several)):
-            raise UserError(f"{source.describe(row)}: column '{found[0]}' holds no caption but {value!r}")
+            raise UserError(f"{source.describe(row)}: column '{column}' holds no caption but {value!r}")
         captions.append(several)
     return captions
 
 
-def _label_column(source: ImageSource, wanted: str | None) -> str | None:
-    import datasets
-
+def _choose_column(source: ImageSource, flag: str, wanted: str | None, found: list[str], kind: str) -> str | None:
+    """Return the column that the user wants, or the only one found, if there is one."""
     if wanted is not None:
-        return check_column("label_column", wanted, source.annotation_columns)
-    classes = [name for name, feature in source.dataset.features.items() if isinstance(feature, datasets.ClassLabel)]
-    found = classes or _usual_columns(source, LABEL_COLUMNS)
+        return check_column(flag, wanted, source.annotation_columns)
     if len(found) > 1:
-        raise UserError(f"{source} has several columns of classes; name one with --label_column: {', '.join(found)}")
+        raise UserError(f"{source} has several {kind}; name one with --{flag}: {', '.join(found)}")
     return found[0] if found else None
 
 

@@ -91,12 +91,7 @@ def open_source(options: DataOptions, processes: "Processes") -> ImageSource:
 
 
 def load_images(options: DataOptions, split: str = "train") -> ImageSource:
-    """Open the images a user names. Nothing is decoded yet.
-
-    `dataset_name` is "digits", a local folder in any layout that `datasets` reads, or a data set on the Hub;
-    `train_data_dir` is a folder of images. `max_train_samples` keeps that many rows, evenly spread: folders are sorted
-    by class, and the first rows would be of one class alone.
-    """
+    """Open the images that the options name. Nothing is decoded yet."""
     import datasets
 
     if options.max_train_samples is not None and options.max_train_samples < 1:
@@ -110,6 +105,7 @@ def load_images(options: DataOptions, split: str = "train") -> ImageSource:
     image_column = _find_image_column(dataset, options.image_column, where)
     # `datasets` derives it from the files' names and modification times, from the Hub's commit, or from the content.
     fingerprint = dataset._fingerprint
+    # Folders are sorted by class, and the first rows would be of one class alone.
     rows = spread(len(dataset), options.max_train_samples or len(dataset))
     if len(rows) < len(dataset):
         dataset = dataset.select(rows)

@@ -56,8 +56,7 @@ def load_training_images(
 ) -> TrainingImages:
     """Decode the images of a data set as the options want them, or find them decoded in the cache.
 
-    Of several processes all call this, and one per machine decodes. The others map the same file into memory, so that
-    a machine holds the pixels once.
+    All processes call this. One per machine decodes; the others map the same file, so that the pixels are held once.
     """
     channels = source.detect_channels() if options.channels == "auto" else int(options.channels)
     decoder = ImageDecoder(source, channels, options.resolution, options.center_crop)
@@ -193,12 +192,11 @@ def _key(decoder: ImageDecoder, in_memory: bool) -> str:
 def _find(decoder: ImageDecoder, folder: Path) -> _Index | None:
     """Return the index of the folder, unless an image that it leaves out can be decoded by now."""
     index = _read_index(folder)
-    if index is None:
-        return None
-    left_out = set(range(len(decoder.source))).difference(index.kept.tolist())
-    if all(isinstance(decoder.attempt(row), UndecodableImage) for row in left_out):
-        return index
-    shutil.rmtree(folder, ignore_errors=True)
+    if index is not None:
+        left_out = set(range(len(decoder.source))).difference(index.kept.tolist())
+        if all(isinstance(decoder.attempt(row), UndecodableImage) for row in left_out):
+            return index
+        shutil.rmtree(folder, ignore_errors=True)
     return None
 
 

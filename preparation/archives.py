@@ -15,9 +15,8 @@ import zipfile
 import zlib
 from calendar import timegm
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from common.errors import UserError
 from common.interruption import stop_if_requested
@@ -30,7 +29,6 @@ logger = logging.getLogger(__name__)
 WANTED = IMAGE_SUFFIXES | {".txt", ".csv", ".jsonl"}
 DISK_LEFT_FREE = 2**30
 BLOCK = 2**20
-LATEST = 2**32 - 1  # no file system keeps every time that a header may claim
 DAMAGED = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, NotImplementedError)
 
 
@@ -72,8 +70,7 @@ def _unpack_whole(archive: Path, folder: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-@dataclass
-class _Member:
+class _Member(NamedTuple):
     name: str
     kind: str  # "file", "folder", or what else it is
     size: int
@@ -86,8 +83,10 @@ def _unpack(archive: Path, folder: Path) -> None:
     with contextlib.closing(_members(archive)) as members, progress_bar(desc="Unpacking", unit="files") as bar:
         for member in members:
             stop_if_requested("stopped while unpacking; the same command begins anew")
-            _refuse_to_leave(archive, member.name)
-            path = posixpath.normpath(member.name)
+            name, path = member.name, posixpath.normpath(member.name)
+            if posixpath.isabs(name) or ".." in name.split("/") or re.match(r"[A-Za-z]:", name) or "\0" in name:
+                # No honest archive has such a name; of one that has it, nothing is used.
+                raise UserError(f"{archive}: refused, because '{printable(name)}' in it leads out of the folder")
             hidden = any(part.startswith(HIDDEN) for part in path.split("/"))
             if hidden or member.kind == "folder" or posixpath.splitext(path)[1].lower() not in WANTED:
                 continue
@@ -129,12 +128,6 @@ def _expect_the_end(file: IO[bytes]) -> None:
         raise tarfile.ReadError("its end is missing")
 
 
-def _refuse_to_leave(archive: Path, name: str) -> None:
-    """Raise for a name that no honest archive has; of one that has it, nothing is used."""
-    if posixpath.isabs(name) or ".." in name.split("/") or re.match(r"[A-Za-z]:", name) or "\0" in name:
-        raise UserError(f"{archive}: refused, because '{printable(name)}' in it leads out of the folder")
-
-
 def _write(member: _Member, path: Path) -> str | None:
     """Unpack one file; return the reason if that is not possible."""
     if member.size > LARGEST_FILE:
@@ -151,7 +144,8 @@ def _write(member: _Member, path: Path) -> str | None:
         while remaining and (block := source.read(min(BLOCK, remaining))):
             file.write(block)
             remaining -= len(block)
-    # The time of the original, so that a photo is known again when the archive is unpacked once more.
-    modified = min(max(member.modified, 0), LATEST)
+    # The time of the original, so that a photo is known again when the archive is unpacked once more; in 32 bits,
+    # because no file system keeps every time that a header may claim.
+    modified = min(max(member.modified, 0), 2**32 - 1)
     os.utime(path, (modified, modified))
     return None

@@ -13,7 +13,6 @@ import os
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -63,11 +62,8 @@ class Outcome(NamedTuple):
     reason: str = ""
 
 
-def split_photos(photos: Iterable[Photo], eval_fraction: float, eval_split: str, seed: int) -> dict[str, list[Photo]]:
-    """Keep the same fraction of every class for evaluation, chosen by a hash of name and seed.
-
-    The choice does not depend on the machine, on the order of its file system, or on whether a file is readable.
-    """
+def split_photos(photos: list[Photo], eval_fraction: float, eval_split: str, seed: int) -> dict[str, list[Photo]]:
+    """Keep the same fraction of every class for evaluation, chosen by a hash of name and seed alone."""
 
     def draw(photo: Photo) -> bytes:
         return hashlib.blake2b(f"{seed}\0{photo.name}".encode(), digest_size=16).digest()
@@ -86,12 +82,10 @@ def split_photos(photos: Iterable[Photo], eval_fraction: float, eval_split: str,
     return {split: sorted(members, key=lambda photo: photo.name) for split, members in splits.items() if members}
 
 
-def own_split(photos: Iterable[Photo]) -> dict[str, list[Photo]]:
+def own_split(photos: list[Photo]) -> dict[str, list[Photo]]:
     """Return the split that came with the collection."""
-    splits = defaultdict(list)
-    for photo in photos:
-        splits[photo.split].append(photo)
-    return {split: splits[split] for split in sorted(splits, key=("train", "validation", "test").index)}
+    splits = {split: [photo for photo in photos if photo.split == split] for split in ("train", "validation", "test")}
+    return {split: members for split, members in splits.items() if members}
 
 
 def with_captions(photos: list[Photo], template: str | None) -> list[Photo]:
@@ -112,10 +106,9 @@ def plan(
     targets = []
     for split, photos in splits.items():
         for photo in photos:
-            stem = _stem(photo)
-            targets.append(Target(photo, folders.get(split, split), stem, output_format))
+            targets.append(Target(photo, folders.get(split, split), _stem(photo), output_format))
             if squares is not None and split != "train":
-                targets.append(Target(photo, squares, stem, square_format))
+                targets.append(targets[-1]._replace(folder=squares, format=square_format))
     return targets
 
 
@@ -180,12 +173,27 @@ class PreparedFolder:
         return left_out
 
     def _write_image(self, target: Target) -> Outcome:
+        stem = self.path / target.folder / target.stem
         try:
-            return _write_if_missing(self.path / target.folder / target.stem, target)
+            with errors_as_undecodable():
+                modified = os.stat(target.photo.path).st_mtime
+            for suffix in SUFFIXES:
+                file = stem.with_name(stem.name + suffix)
+                if file.exists() and int(file.stat().st_mtime) == int(modified):
+                    return Outcome(suffix, made=False)  # a prepared image keeps the time of its original
+            content, suffix = _encode(read_file(target.photo.path), target.format)
+            file = stem.with_name(stem.name + suffix)
+            write_atomically(file, content)
+            fault_point("prepare-image")
+            os.utime(file, (modified, modified))
+        except UndecodableImage as error:
+            return Outcome(None, made=False, reason=str(error))
+        except MemoryError:
+            return Outcome(None, made=False, reason="too large for the memory of this machine")
         except OSError as error:
-            advice = "make room there, then give the same command again"
-            reason = error.strerror or error
-            raise UserError(f"--output {self.path}: cannot be written to ({reason}); {advice}") from error
+            found = f"cannot be written to ({error.strerror or error}); make room there"
+            raise UserError(f"--output {self.path}: {found}, then give the same command again") from error
+        return Outcome(suffix, made=True)
 
     def _write_tables(self, rows: dict[str, list[dict[str, object]]]) -> None:
         """Write the metadata of each folder; `datasets` wants the same columns, of the same kind, everywhere."""
@@ -203,26 +211,6 @@ class PreparedFolder:
         write_atomically(self.path / MANIFEST, json.dumps(manifest, indent=1))
 
 
-def _write_if_missing(stem: Path, target: Target) -> Outcome:
-    try:
-        with errors_as_undecodable():
-            modified = os.stat(target.photo.path).st_mtime
-        for suffix in SUFFIXES:
-            file = stem.with_name(stem.name + suffix)
-            if file.exists() and int(file.stat().st_mtime) == int(modified):
-                return Outcome(suffix, made=False)  # a prepared image keeps the time of its original
-        content, suffix = _encode(read_file(target.photo.path), target.format)
-    except UndecodableImage as error:
-        return Outcome(None, made=False, reason=str(error))
-    except MemoryError:
-        return Outcome(None, made=False, reason="too large for the memory of this machine")
-    file = stem.with_name(stem.name + suffix)
-    write_atomically(file, content)
-    fault_point("prepare-image")
-    os.utime(file, (modified, modified))
-    return Outcome(suffix, made=True)
-
-
 def _encode(data: bytes, output_format: OutputFormat) -> tuple[bytes, str]:
     """Return the file to be written, and its suffix."""
     channels = output_format.channels or (1 if is_grey(data) else 3)
@@ -235,10 +223,7 @@ def _encode(data: bytes, output_format: OutputFormat) -> tuple[bytes, str]:
 
 
 def _stem(photo: Photo) -> str:
-    """Return a name for any tool and file system, with a hash of the original's, whatever that is made of.
-
-    It begins with the label as a folder if any file system takes it; otherwise with what is left of it, and a hash.
-    """
+    """Return a name that any tool and file system takes, in a folder named after the label; hashes keep them apart."""
     name = f"{_plain(os.path.splitext(os.path.basename(photo.name))[0])}-{_hash(photo.name)}"
     if photo.label is None:
         return name

@@ -60,14 +60,12 @@ class Collection:
 
 
 def recognise(source: Path, leave_out: Path | None = None) -> Collection:
-    """Return the photos in a folder, by the first layout that fits; what is in the folder `leave_out` does not count.
-
-    There is one photo of each name: a table may name a file twice, and two spellings of an accent are one name.
-    """
+    """Return the photos in a folder, by the first layout that fits; what is in `leave_out` does not count."""
     folder = find_files(source, leave_out)
     layout, found = _find_layout(folder)
     photos: dict[str, Photo] = {}
     for photo in found:
+        # A table may name a file twice, and two spellings of an accent are one name.
         if photos.setdefault(photo.name, photo) is not photo:
             folder.left_out[f"{photo.name} (again)"] = "there is another of this name"
     if any(photo.label for photo in photos.values()):
@@ -115,8 +113,10 @@ def _table_of_images(folder: Folder) -> list[Photo] | None:
             folder.left_out[portable(name)] = f"{table.name} line {number} leads out of the folder"
         else:
             name = posixpath.normpath(name)
+            caption = row.get(caption_column)
+            caption = tuple(map(str, caption)) or None if isinstance(caption, list) else _text(caption)
             photo = _photo(folder, on_disk.get(portable(name), name), _text(row.get(label_column)))
-            photos.append(replace(photo, caption=_captions(row.get(caption_column))))
+            photos.append(replace(photo, caption=caption))
     for name in sorted(set(on_disk) - {photo.name for photo in photos}):
         folder.left_out[name] = f"not in {table.name}"
     return photos
@@ -229,10 +229,6 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{printable(str(path))}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{printable(str(path))}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
-
-
-def _captions(value: object) -> str | tuple[str, ...] | None:
-    return tuple(map(str, value)) or None if isinstance(value, list) else _text(value)
 
 
 def _text(value: object) -> str | None:

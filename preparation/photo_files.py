@@ -29,10 +29,9 @@ class Folder:
 
     def below(self, name: str) -> "Folder":
         """Return one of the sub-folders."""
-        images, others = (
-            [file.removeprefix(f"{name}/") for file in files if file.startswith(f"{name}/")]
-            for files in (self.images, self.others)
-        )
+        start = f"{name}/"
+        images = [file.removeprefix(start) for file in self.images if file.startswith(start)]
+        others = [file.removeprefix(start) for file in self.others if file.startswith(start)]
         return Folder(self.path / name, images, others, self.left_out)
 
     @property

@@ -82,10 +82,7 @@ def _inspect(photo: Photo) -> PhotoProperties | str:
 
 
 def perceptual_hash(grey: np.ndarray) -> int:
-    """Return 63 bits: which of the lowest frequencies of the cosine transform are above their median.
-
-    The mean, which is a matter of exposure, is not among them.
-    """
+    """Return 63 bits: which low frequencies of the cosine transform, but the mean (exposure), exceed their median."""
     position = np.arange(HASHED_SIDE)
     cosines = np.cos(np.pi / HASHED_SIDE * (position + 0.5) * np.arange(FREQUENCIES)[:, None])
     # Rounded, so that an image of one colour has zeros and not the signs of rounding errors.
@@ -153,11 +150,9 @@ def gather_findings(
     same_file = defaultdict(list)
     for name, image in readable.items():
         same_file[image.digest].append(name)
-    groups = []
-    if images:
-        hashes = np.array([image.perceptual_hash for image in images], np.uint64)
-        names, found = list(readable), groups_of_near_duplicates(hashes, np.stack([image.small for image in images]))
-        groups = [[names[index] for index in group] for group in found]
+    hashes = np.array([image.perceptual_hash for image in images], np.uint64)
+    small, names = np.array([image.small for image in images], np.uint8), list(readable)
+    groups = [[names[index] for index in group] for group in groups_of_near_duplicates(hashes, small)] if images else []
     classes = _counts(label for label in label_of.values() if label is not None)
     findings = Findings(
         layout=collection.layout,
@@ -173,9 +168,7 @@ def gather_findings(
         kinds=dict(Counter(image.kind for image in images).most_common()),
         unreadable=collection.left_out | unreadable,
         too_small={
-            name: f"{image.width}x{image.height}"
-            for name, image in readable.items()
-            if min(image.width, image.height) < wanted
+            name: f"{image.width}x{image.height}" for name, image in readable.items() if min(image[:2]) < wanted
         },
         identical=[names for names in same_file.values() if len(names) > 1],
         near_duplicates=[group for group in groups if len({readable[name].digest for name in group}) > 1],

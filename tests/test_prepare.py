@@ -532,7 +532,7 @@ def test_a_full_disk_is_one_line(pets, run, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--output .*out: No space left on device"):
         run(pets, tmp_path / "out", "--resolution=8")
     monkeypatch.undo()
-    monkeypatch.setattr(image_folder, "_write_if_missing", full)
+    monkeypatch.setattr(image_folder, "_encode", full)
     with pytest.raises(UserError, match="cannot be written to .No space left on device."):
         run(pets, tmp_path / "out", "--resolution=8")
 
