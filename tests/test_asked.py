@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, run_script
-from test_evaluation import network, read_csv  # noqa: F401 (a fixture)
+from evaluation_helpers import network, read_csv  # noqa: F401 (a fixture)
 
 from common.errors import UserError
 from evaluation import classifier

@@ -10,8 +10,9 @@ import sys
 import numpy as np
 import pytest
 from conftest import SHARED_DATA
+from photo_helpers import encoded, picture, put
 from PIL import Image, ImageEnhance
-from test_prepare import BAD, GOOD, attic, encoded, picture, put  # noqa: F401 (a fixture)
+from test_photo_files import BAD, GOOD, attic  # noqa: F401 (a fixture)
 
 import prepare_data
 from common.interruption import Interrupted, catch_signals

@@ -1,0 +1,153 @@
+"""evaluate.py on the checkpoints of a run."""
+
+from pathlib import Path
+
+import pytest
+from evaluation_helpers import evaluate, metrics_in, network, read_csv, run  # noqa: F401
+
+from common.errors import UserError
+
+SAMPLED = ("--num_images=12", "--ddim", "--num_inference_steps=2", "--batch_size=6")
+
+
+@pytest.fixture(scope="module")
+def measured_run(run, evaluate) -> Path:
+    evaluate(f"--run_dir={run}", *SAMPLED)
+    return run
+
+
+class TestRun:
+    def test_every_checkpoint_has_a_row(self, measured_run):
+        rows = read_csv(measured_run / "evaluation_results.csv")
+        assert [row["step"] for row in rows] == ["2", "4"]
+        for row in rows:
+            assert (row["weights"], row["sampler"], row["steps"], row["num_images"]) == ("ema", "ddim", "2", "12")
+            assert row["settings"] == "skip_schedule=linear eta=0.0"
+            assert row["reference"] == "digits[train], 1797 images of 8x8, cropped at the centre"
+            assert float(row["train_seconds"]) > 0
+            assert len(metrics_in(row)) == 7
+        assert rows[0]["sha256"] != rows[1]["sha256"]
+
+    def test_tensorboard_and_card_have_them_too(self, measured_run):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        (folder,) = (measured_run / "logs" / "evaluation").iterdir()
+        assert folder.name.startswith("ema-ddim-2-skip_schedule=linear-eta=0.0-digits-train-1797-images")
+        events = EventAccumulator(str(folder)).Reload()
+        assert [event.step for event in events.Scalars("fd_tiny_vision@12")] == [2, 4]
+        card = (measured_run / "README.md").read_text()
+        assert card.count("## Evaluation") == 1
+        assert "| `fd_tiny_vision@12` |" in card
+        assert "![FD](FD_vs_TrainingSteps.png)" in card
+        assert card.index("## Metrics") < card.index("## Evaluation") < card.index("## Repeat this run")
+
+    def test_done_work_is_skipped(self, measured_run, evaluate, monkeypatch, capsys):
+        from evaluation.samples import Samples
+
+        before = (measured_run / "evaluation_results.csv").read_bytes()
+        monkeypatch.setattr(Samples, "generate", None)
+        evaluate(f"--run_dir={measured_run}", *SAMPLED)
+        assert capsys.readouterr().err.count("has been measured already") == 2
+        assert (measured_run / "evaluation_results.csv").read_bytes() == before
+
+    def test_all_images_that_are_left_decide_about_compiling(self, measured_run, evaluate, tmp_path, monkeypatch):
+        from evaluation.features import FeatureExtractor
+
+        compiled = []
+        monkeypatch.setattr(FeatureExtractor, "_compile", lambda *given: compiled.append(given))
+        for number, times in ((25, 0), (24, 1)):
+            monkeypatch.setattr("evaluation.features.WORTH_COMPILING", number)
+            evaluate(f"--run_dir={measured_run}", *SAMPLED, f"--output_dir={tmp_path / str(number)}")
+            assert len(compiled) == times
+
+    def test_to_be_stopped_loses_only_what_was_being_measured(self, measured_run, evaluate, tmp_path, monkeypatch):
+        from common.interruption import Interrupted
+        from evaluation.samples import Samples
+
+        original = Samples.generate
+
+        def stopped_at_step_4(samples, *given):
+            if samples.job.model.step == 4:
+                raise Interrupted("SIGTERM: stopped before there was anything to save")
+            return original(samples, *given)
+
+        monkeypatch.setattr(Samples, "generate", stopped_at_step_4)
+        with pytest.raises(Interrupted, match="SIGTERM: stopped at checkpoint-4; the ones before it are in .* again"):
+            evaluate(f"--run_dir={measured_run}", *SAMPLED, f"--output_dir={tmp_path}")
+        assert [row["step"] for row in read_csv(tmp_path / "evaluation_results.csv")] == ["2"]
+
+    def test_rows_of_pruned_checkpoints_stay(self, measured_run, evaluate, tmp_path):
+        import shutil
+
+        copy = tmp_path / "run"
+        shutil.copytree(measured_run, copy)
+        shutil.rmtree(copy / "checkpoint-2")
+        evaluate(f"--run_dir={copy}", "--num_images=10", "--ddim", "--num_inference_steps=1", "--batch_size=10")
+        rows = read_csv(copy / "evaluation_results.csv")
+        assert [(row["step"], row["num_images"]) for row in rows] == [("2", "12"), ("4", "10"), ("4", "12")]
+        assert rows[0]["fd_tiny_vision@12"]
+        assert not rows[0]["fd_tiny_vision@10"]
+
+    def test_kept_images_are_used_and_give_the_same_numbers(self, measured_run, evaluate, tmp_path, monkeypatch):
+        import shutil
+
+        from evaluation.samples import Samples
+
+        copy = tmp_path / "run"
+        shutil.copytree(measured_run, copy)
+        (copy / "evaluation_results.csv").unlink()
+        evaluate(f"--run_dir={copy}", *SAMPLED, "--keep_images", "--checkpoints", "4")
+        expected = read_csv(measured_run / "evaluation_results.csv")[1]
+        (found,) = read_csv(copy / "evaluation_results.csv")
+        assert metrics_in(found) == pytest.approx(metrics_in(expected), rel=1e-9, abs=1e-9)
+
+        # The folder is that of generate.py: measured by itself, it says what it holds.
+        (folder,) = (copy / "generated").iterdir()
+        evaluate(f"--generated={folder}", "--dataset_name=digits", f"--output_dir={tmp_path / 'images'}")
+        (row,) = read_csv(tmp_path / "images" / "evaluation_results.csv")
+        assert (row["step"], row["sampler"], row["steps"]) == ("4", "ddim", "2")
+        (copy / "evaluation_results.csv").unlink()
+        monkeypatch.setattr(Samples, "generate", None)
+        evaluate(f"--run_dir={copy}", *SAMPLED, "--checkpoints", "4")
+        assert metrics_in(read_csv(copy / "evaluation_results.csv")[0]) == metrics_in(found)
+
+        # Not if some are gone.
+        removed = folder / "images" / "000003.png"
+        data = removed.read_bytes()
+        removed.unlink()
+        (copy / "evaluation_results.csv").unlink()
+        with pytest.raises(UserError, match="holds 11 images, but 12 according to its samples.json"):
+            evaluate(f"--run_dir={copy}", *SAMPLED, "--checkpoints", "4")
+        removed.write_bytes(data)
+        with pytest.raises(UserError, match="folder must be moved away first: .*batch_size 6 -> 4"):
+            evaluate(
+                f"--run_dir={copy}",
+                *SAMPLED,
+                "--checkpoints",
+                "4",
+                "--keep_images",
+                "--batch_size=4",
+                "--num_images=13",
+            )
+
+        # Not those of other weights.
+        record = (folder / "samples.json").read_text()
+        (folder / "samples.json").write_text(record.replace(found["sha256"], "0" * 64))
+        with pytest.raises(TypeError, match="NoneType"):
+            evaluate(f"--run_dir={copy}", *SAMPLED, "--checkpoints", "4")
+
+    def test_a_pipeline_without_checkpoints_is_the_end_of_the_run(self, measured_run, tmp_path):
+        import shutil
+
+        from evaluation.samples import models_of
+        from run_folder.folder import RunFolder
+
+        copy = tmp_path / "run"
+        shutil.copytree(measured_run, copy, ignore=shutil.ignore_patterns("checkpoint-*"))
+        (model,) = models_of(RunFolder(copy), [], None)
+        rows = read_csv(measured_run / "evaluation_results.csv")
+        assert (str(model.step), model.sha256) == (rows[1]["step"], rows[1]["sha256"])
+
+    def test_what_is_no_run_is_refused(self, evaluate, tmp_path):
+        with pytest.raises(UserError, match="no run is there .no config.yaml."):
+            evaluate(f"--run_dir={tmp_path}")

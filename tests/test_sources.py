@@ -1,0 +1,332 @@
+"""From what a user names to rows of image files: every kind of data set, and every mistake in naming one."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import datasets
+import numpy as np
+import pytest
+from image_helpers import GIGABYTE, ROOT, everything, image_folder, image_options, load, photos, png, prepare, write  # noqa: F401
+from PIL import Image
+
+from common.errors import UserError
+
+# Sources: what can be named
+
+
+def test_digits(load):
+    source = load("digits")
+    assert len(source) == 1797
+    assert source.dataset.features["label"].names == list("0123456789")
+    assert source.dataset[10]["label"] == 0
+    image = Image.open(io.BytesIO(source.read(0)))
+    assert (image.mode, image.size) == ("L", (8, 8))
+    # The first row of the first digit is 0 0 5 13 9 1 0 0 of 16.
+    assert np.asarray(image)[0].tolist() == [0, 0, 80, 207, 143, 16, 0, 0]
+    assert source.describe(17) == "row 17 of digits[train]"
+    assert source.detect_channels() == 1
+
+
+def test_class_folders(load, tmp_path):
+    source = load(train_data_dir=str(image_folder(tmp_path / "my [photos]")))
+    assert len(source) == 12
+    assert source.dataset.features["label"].names == ["class0", "class1"]
+    assert source.read(1) == (tmp_path / "my [photos]/class0/002.png").read_bytes()
+    assert source.describe(1) == str(tmp_path / "my [photos]/class0/002.png")
+    assert source.image_column == "image"
+    assert source.detect_channels() == 3
+
+
+def test_a_flat_folder(load, photos):
+    assert len(photos) == 12
+    assert photos.dataset.column_names == ["image"]
+
+
+@pytest.mark.parametrize("name", ["test_1.png", "train station.png", "val.png"])
+def test_files_named_like_splits_do_not_hide_the_others(load, tmp_path, name):
+    for file in (name, "a.png", "b.png"):
+        write(tmp_path / "photos" / "holidays" / file, png(0))
+    assert len(load(train_data_dir=str(tmp_path / "photos"))) == 3
+
+
+def test_split_folders(load, tmp_path):
+    for split, count in (("train", 4), ("test", 2)):
+        image_folder(tmp_path / "photos" / split, count)
+    source = load(train_data_dir=str(tmp_path / "photos"))
+    assert len(source) == 4
+    assert source.dataset.features["label"].names == ["class0", "class1"]
+    assert len(load(train_data_dir=str(tmp_path / "photos"), split="test")) == 2
+
+
+def test_a_class_named_like_a_split_is_a_class(load, tmp_path):
+    for name in ("train", "car", "bus"):
+        write(tmp_path / "vehicles" / name / "0.png", png(0))
+    assert load(train_data_dir=str(tmp_path / "vehicles")).dataset.features["label"].names == ["bus", "car", "train"]
+
+
+def test_class_folders_may_be_links(load, tmp_path):
+    image_folder(tmp_path / "elsewhere")
+    (tmp_path / "photos").mkdir()
+    for name in ("class0", "class1"):
+        (tmp_path / "photos" / name).symlink_to(tmp_path / "elsewhere" / name)
+    (tmp_path / "photos" / "itself").symlink_to(tmp_path / "photos")
+    source = load(train_data_dir=str(tmp_path / "photos"))
+    assert len(source) == 12
+    assert source.dataset["label"] == [0] * 6 + [1] * 6
+
+
+def test_hidden_files_and_folders_are_not_images_of_the_set(load, tmp_path):
+    write(tmp_path / "photos" / "0.png", png(0))
+    for name in (".hidden.png", ".ipynb_checkpoints/0.png", "__MACOSX/0.png"):
+        write(tmp_path / "photos" / name, png(1))
+    assert len(load(train_data_dir=str(tmp_path / "photos"))) == 1
+
+
+def test_captions(load, tmp_path):
+    lines = [{"file_name": f"{index}.png", "text": f"caption {index}"} for index in range(3)]
+    for line in lines:
+        write(tmp_path / "photos" / line["file_name"], png(0))
+    (tmp_path / "photos/metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    source = load(train_data_dir=str(tmp_path / "photos"))
+    assert source.dataset[2]["text"] == "caption 2"
+    assert source.read(2) == png(0)
+
+
+def parquet(path, column="img", count=5):
+    rows = [{"bytes": png(index), "path": f"{index}.png"} for index in range(count)]
+    features = datasets.Features({column: datasets.Image(), "label": datasets.Value("int64")})
+    dataset = datasets.Dataset.from_dict({column: rows, "label": range(count)}, features=features)
+    path.mkdir(parents=True)
+    dataset.to_parquet(str(path / "train-00000-of-00001.parquet"))
+    return dataset
+
+
+def test_parquet(load, tmp_path):
+    parquet(tmp_path / "pictures")
+    source = load(str(tmp_path / "pictures"))
+    assert source.image_column == "img"
+    assert source.read(3) == png(3)
+    assert source.describe(3) == "row 3 of pictures[train]"
+
+
+def test_parquet_written_without_datasets(load, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "pictures").mkdir()
+    rows = [{"bytes": png(index), "path": None} for index in range(3)]
+    pq.write_table(pa.table({"picture": rows, "other": [1, 2, 3]}), tmp_path / "pictures/train.parquet")
+    assert load(str(tmp_path / "pictures")).read(2) == png(2)
+
+
+def test_what_save_to_disk_wrote(load, tmp_path):
+    dataset = parquet(tmp_path / "pictures")
+    dataset.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=dataset, test=dataset.select(range(2))).save_to_disk(str(tmp_path / "two"))
+    assert load(str(tmp_path / "one")).read(3) == png(3)
+    assert len(load(str(tmp_path / "two"), split="test")) == 2
+
+
+def test_a_folder_of_images_as_dataset_name(load, tmp_path):
+    assert len(load(str(image_folder(tmp_path / "photos")))) == 12
+
+
+def test_the_hub(load, monkeypatch, tmp_path):
+    asked = []
+
+    def load_dataset(*args, **options):
+        asked.append((args, options))
+        return datasets.DatasetDict(train=parquet(tmp_path / "pictures"))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = load("uoft-cs/cifar10", "plain_text")
+    assert asked == [(("uoft-cs/cifar10", "plain_text"), {"cache_dir": str(tmp_path / "datasets")})]
+    assert source.describe(0) == "row 0 of uoft-cs/cifar10[train]"
+
+
+def test_a_sample_of_the_rows_covers_all_classes(load, tmp_path):
+    source = load(train_data_dir=str(image_folder(tmp_path / "photos")), max_train_samples=4)
+    assert source.dataset["label"] == [0, 0, 1, 1]
+    assert list(source.rows) == [0, 3, 6, 9]
+    assert source.read(1) == (tmp_path / "photos/class0/006.png").read_bytes()
+    assert load("digits", max_train_samples=3).describe(1) == "row 599 of digits[train]"
+    assert len(load("digits", max_train_samples=5000)) == 1797
+
+
+def test_channels_of_grey_and_mixed_sets(load, tmp_path):
+    source = load(train_data_dir=str(image_folder(tmp_path / "photos", mode="L")))
+    assert source.detect_channels() == 1
+    write(tmp_path / "photos/class1/011.png", b"broken")  # no opinion
+    assert source.detect_channels() == 1
+    write(tmp_path / "photos/class1/009.png", png(0))
+    assert source.detect_channels() == 3
+
+
+# Sources: the image column
+
+
+def table(path, **columns):
+    kinds = {"image": datasets.Image(), "text": datasets.Value("string")}
+    features = datasets.Features({name: kinds[kind] for name, kind in columns.items()})
+    values = {"image": {"bytes": png(0), "path": None}, "text": "words"}
+    rows = {name: [values[kind]] for name, kind in columns.items()}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(path))
+    return str(path)
+
+
+def test_the_one_image_column_is_found(load, tmp_path):
+    assert load(table(tmp_path / "set", text="text", picture="image")).image_column == "picture"
+
+
+def test_no_image_column(load, tmp_path):
+    with pytest.raises(UserError, match=r"set\[train\] has no image column; .* --image_column, one of: a, b"):
+        load(table(tmp_path / "set", a="text", b="text"))
+
+
+def test_several_image_columns(load, tmp_path):
+    folder = table(tmp_path / "set", photo="image", depth="image", caption="text")
+    with pytest.raises(UserError, match=r"several image columns \(photo, depth\); .* one of: photo, depth, caption"):
+        load(folder)
+    assert load(folder, image_column="depth").image_column == "depth"
+
+
+def test_an_image_column_that_is_not_there(load, tmp_path):
+    with pytest.raises(UserError, match="^`--image_column' value 'x' needs to be one of: a, b$"):
+        load(table(tmp_path / "set", a="image", b="text"), image_column="x")
+
+
+def test_an_image_column_that_holds_something_else(load, tmp_path):
+    datasets.Dataset.from_dict({"number": [1]}).save_to_disk(str(tmp_path / "set"))
+    with pytest.raises(UserError, match=r"column 'number' of set\[train\] does not hold images but Value\('int64'\)"):
+        load(str(tmp_path / "set"), image_column="number")
+
+
+# Sources: errors
+
+
+def test_naming_nothing_or_too_much(load, tmp_path):
+    with pytest.raises(UserError, match="either --dataset_name or --train_data_dir"):
+        load()
+    with pytest.raises(UserError, match="not with both"):
+        load("digits", train_data_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere", "~/nowhere", "a/b/c"])
+def test_a_missing_folder(load, name):
+    with pytest.raises(UserError, match=rf"--dataset_name {name}: there is no such folder \(/.*\)"):
+        load(name)
+    with pytest.raises(UserError, match=rf"--train_data_dir {name}: there is no such folder"):
+        load(train_data_dir=name)
+
+
+def test_a_file_instead_of_a_folder(load, tmp_path):
+    write(tmp_path / "photo.png", png(0))
+    with pytest.raises(UserError, match="is a file; name the folder that holds it"):
+        load(train_data_dir=str(tmp_path / "photo.png"))
+
+
+def test_an_empty_folder(load, tmp_path):
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(UserError, match="--train_data_dir .*photos: there are no images in this folder"):
+        load(train_data_dir=str(tmp_path / "photos"))
+    with pytest.raises(UserError, match="--dataset_name .*photos: there are no data in this folder"):
+        load(str(tmp_path / "photos"))
+    write(tmp_path / "photos/notes.txt", b"nothing here")
+    with pytest.raises(UserError, match="there are no images in this folder"):
+        load(train_data_dir=str(tmp_path / "photos"))
+
+
+def test_an_empty_set(load, tmp_path):
+    dataset = parquet(tmp_path / "pictures")
+    dataset.select([]).to_parquet(str(tmp_path / "none/train.parquet"))
+    with pytest.raises(UserError, match="--dataset_name .*none cannot be read: it is empty"):
+        load(str(tmp_path / "none"))
+    dataset.select([]).save_to_disk(str(tmp_path / "saved"), num_shards=1)
+    with pytest.raises(UserError, match=r"saved\[train\] is empty"):
+        load(str(tmp_path / "saved"))
+
+
+def test_a_missing_split(load, tmp_path):
+    dataset = parquet(tmp_path / "pictures")
+    datasets.DatasetDict(train=dataset, test=dataset).save_to_disk(str(tmp_path / "set"))
+    with pytest.raises(UserError, match="^set has no split 'validation'; it has: train, test$"):
+        load(str(tmp_path / "set"), split="validation")
+    with pytest.raises(UserError, match="^digits has no split 'test'; it has: train$"):
+        load("digits", split="test")
+
+
+def test_an_unreadable_folder(load, tmp_path, monkeypatch):
+    image_folder(tmp_path / "photos")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # tests may run as root, whom nothing is forbidden
+    with pytest.raises(UserError, match="no permission to read this folder"):
+        load(train_data_dir=str(tmp_path / "photos"))
+
+
+def test_a_folder_that_cannot_be_read(load, tmp_path):
+    write(tmp_path / "set/train.parquet", b"not parquet")
+    with pytest.raises(UserError, match=r"--dataset_name .*set cannot be read: \w+: "):
+        load(str(tmp_path / "set"))
+
+
+def test_the_hub_out_of_reach(load, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError) as caught:
+        load("nobody/nothing")
+    message = str(caught.value)
+    assert message.startswith("--dataset_name nobody/nothing is neither a local folder (/")
+    assert "nor could it be loaded from the Hub" in message
+    assert message.endswith("HF_HUB_OFFLINE is set)")
+
+
+def test_too_few_samples(load):
+    with pytest.raises(UserError, match="--max_train_samples 0 must be 1 or more"):
+        load("digits", max_train_samples=0)
+
+
+# Sources: fingerprints
+
+FINGERPRINT = """
+import sys
+import image_data.batches
+from image_data.data_options import DataOptions
+from image_data.sources import load_images
+assert "datasets" not in sys.modules and "sklearn" not in sys.modules  # slow to import, and not always needed
+folder = DataOptions(train_data_dir=sys.argv[1], cache_dir=sys.argv[2])
+print(load_images(DataOptions("digits")).fingerprint, load_images(folder).fingerprint)
+"""
+
+
+def test_fingerprints_are_the_same_in_another_process(load, tmp_path):
+    folder = str(image_folder(tmp_path / "photos"))
+    here = [load("digits").fingerprint, load(train_data_dir=folder).fingerprint]
+    command = [sys.executable, "-c", FINGERPRINT, folder, str(tmp_path / "another cache")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split() == here
+
+
+def test_fingerprints_change_with_the_files(load, tmp_path):
+    folder = image_folder(tmp_path / "photos")
+    seen = [load(train_data_dir=str(folder)).fingerprint]
+    write(folder / "class0/000.png", png(99))
+    os.utime(folder / "class0/000.png", (1, 1))
+    seen.append(load(train_data_dir=str(folder)).fingerprint)
+    (folder / "class0/000.png").unlink()
+    seen.append(load(train_data_dir=str(folder)).fingerprint)
+    seen.append(load(train_data_dir=str(folder), max_train_samples=5).fingerprint)
+    assert len(set(seen)) == 4
+
+
+def test_fingerprints_of_saved_sets_follow_the_content(load, tmp_path):
+    fingerprints = set()
+    for count in (4, 5):
+        dataset = parquet(tmp_path / f"pictures{count}", count=count)
+        shutil.rmtree(tmp_path / "set", ignore_errors=True)
+        dataset.save_to_disk(str(tmp_path / "set"))
+        fingerprints.add(load(str(tmp_path / "set")).fingerprint)
+    assert len(fingerprints) == 2
