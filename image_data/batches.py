@@ -100,6 +100,11 @@ class TrainingBatches:
     ) -> None:
         self.images, self.condition, self.seed = data.images, condition, seed
         self.total_batch_size, self.passes, self.random_flip = total_batch_size, passes, data.random_flip
+        if total_batch_size % (processes.count * passes):
+            raise UserError(
+                f"a total batch of {total_batch_size} images cannot be shared evenly by {processes.count} processes "
+                f"with {passes} gradient accumulation steps"
+            )
         if total_batch_size > len(self.images):
             raise UserError(
                 f"a batch of {total_batch_size} images is more than the {len(self.images)} images there are; "

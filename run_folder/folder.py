@@ -182,6 +182,8 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
                 remove_run(config)
             path.mkdir(parents=True, exist_ok=True)
             lock(path)
+            for unfinished in RunFolder(path).samples.glob(".*.tmp"):  # of a process that was killed
+                unfinished.unlink()
         if checkpoint is None and RunFolder(path).is_run:
             logger.info("There is no checkpoint in %s: the run starts at step 0", path)
     checkpoint = processes.broadcast(checkpoint)
