@@ -18,32 +18,51 @@ Mode = Literal["legacy_tensorflow", "clean", "legacy_pytorch"]
 
 @section("what is measured: images, or every checkpoint of a run")
 class ImagesOptions:
-    generated: str | None = option(None, "Images: a folder of them, of parquet, or .npz.", habits="fake samples images")
-    run_dir: str | None = option(None, "A run: images are generated for its checkpoints.", habits="model")
+    generated: str | None = option(
+        None, "Generated images: a folder of image or parquet files, or an .npz.", habits="fake samples images"
+    )
+    run_dir: str | None = option(
+        None, "A run: its checkpoints are measured, each with images generated for it.", habits="model"
+    )
     compare: list[str] = option([], "Two or more runs that have been measured: curves in one plot, times to equal FID.")
-    num_images: int | None = option(None, "Images to measure (default: all, 10000 of a run).", POSITIVE, habits="num")
+    num_images: int | None = option(
+        None, "Images to measure (default: all of --generated; 10000 of a run).", POSITIVE, habits="num"
+    )
 
 
 @section("a run: its checkpoints, and how images of them are generated")
 class RunOptions:
     checkpoints: list[str] = option([], "Steps of the run to measure (default: every checkpoint that is there).")
-    weights: Literal["ema", "raw"] | None = option(None, "Weights of checkpoints (default: ema where there is one).")
-    batch_size: int | None = option(None, "Images per process and pass (default: measured at the start).", POSITIVE)
+    weights: Literal["ema", "raw"] | None = option(
+        None, "Weights of the checkpoints (default: ema where there is one)."
+    )
+    batch_size: int | None = option(
+        None, "Images per process and forward pass (default: the largest that pays, measured at the start).", POSITIVE
+    )
     guidance_scales: list[float] = option(
-        [1.0], "Guidance scales to measure, 1 being none, with captions or classes of the real images.", NOT_NEGATIVE
+        [1.0],
+        "Guidance scales to measure, 1 being none, of a conditional run, which gets the real images' captions or "
+        "their classes in the same proportions.",
+        NOT_NEGATIVE,
     )
     keep_images: bool = option(False, "Keep them in the run's folder, where generate.py would put them.")
 
 
 @section("what it is measured against (for a run: the images that it was trained on)")
 class ReferenceOptions:
-    real: str | None = option(None, "Folder of image or parquet files, or an .npz.", habits="reference")
-    dataset_name: str | None = option(None, "Hub id or local folder of a data set, or 'digits'.", habits="data")
+    real: str | None = option(None, "Real images: a folder of image or parquet files, or an .npz.", habits="reference")
+    dataset_name: str | None = option(
+        None, "Real images: Hub id or local folder of a data set, or 'digits'.", habits="data"
+    )
     dataset_config_name: str | None = option(None, "Configuration of the data set, if it has several.")
     train_data_dir: str | None = option(None, "Real images: folder of images in the layout of training.")
     split: str = option("train", "Split of the data set.")
     image_column: str | None = option(None, "Column with the images; found by itself if there is only one.")
-    resolution: int | None = option(None, "Size real images are brought to (default: the generated's).", POSITIVE)
+    resolution: int | None = option(
+        None,
+        "Size that real images are brought to, shorter side and centre crop (default: that of the generated).",
+        POSITIVE,
+    )
     on_bad_image: Literal["fail", "skip"] = option("fail", "What to do with a real image that cannot be decoded.")
     statistics: str | None = option(None, "File of --save_statistics, or an .npz with mu and sigma.")
     statistics_mode: Mode | None = option(None, "How the images behind an .npz with mu and sigma were resized.")
@@ -53,15 +72,19 @@ class ReferenceOptions:
 @section("features")
 class FeatureOptions:
     features: str = option(
-        "inception", "inception, dinov2, clip, a folder of a transformers vision model, or a file with VGG16's weights."
+        "inception",
+        "inception, dinov2, clip, a folder with a vision model of transformers, or a file with VGG16's weights.",
     )
     modes: list[str] = option(
         ["legacy_tensorflow"],
-        "One or several modes of clean-fid: legacy_tensorflow (of papers), clean, legacy_pytorch.",
+        "How Inception is shown the images, clean-fid's modes: legacy_tensorflow (that of papers), clean, "
+        "legacy_pytorch. One or several.",
     )
     inception_weights: str | None = option(None, "inception-2015-12-05.pt or .pth, if it is not found by itself.")
     feature_batch_size: int = option(32, "Images of a pass of the feature network.", POSITIVE)
-    mixed_precision: Literal["no", "bf16"] = option("no", "Precision of all networks; the error of bf16 is shown.")
+    mixed_precision: Literal["no", "bf16"] = option(
+        "no", "Precision of all networks; with bf16 the error of the features is logged."
+    )
     compile: bool = option(True, "Compile the feature network where there are images enough for it to pay.")
 
 

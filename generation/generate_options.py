@@ -17,10 +17,16 @@ SMALLEST_BATCH, BATCHES_TO_SHARE = 16, 32
 @section("model")
 class ModelOptions:
     model: str | None = option(
-        None, "A run, checkpoint, pipeline or Hub id (default: the latest run).", positional=True, habits="network"
+        None,
+        "A run's folder (its newest checkpoint), a checkpoint's, a DDPMPipeline's, or a Hub id; may be given as "
+        "the first word (default: the run under runs/ that wrote metrics last).",
+        positional=True,
+        habits="network",
     )
     checkpoints: list[str] = option([], "Steps of checkpoints of the run, or 'all': images of each, in its own folder.")
-    weights: Literal["ema", "raw"] | None = option(None, "Weights (default: ema where there is one).", habits="ema")
+    weights: Literal["ema", "raw"] | None = option(
+        None, "Moving average or raw weights (default: the moving average where there is one).", habits="ema"
+    )
 
 
 @section("sampler")
@@ -29,7 +35,9 @@ class SamplerOptions:
 
     ddpm: bool = option(False, "Ancestral sampling as in the paper; the default.")
     ddim: bool = option(False, "DDIM.")
-    scheduler: str | None = option(None, "A diffusers scheduler, e.g. DPMSolverMultistepScheduler.", habits="sampler")
+    scheduler: str | None = option(
+        None, "A scheduler of diffusers by its name, e.g. DPMSolverMultistepScheduler.", habits="sampler"
+    )
     num_inference_steps: int | None = option(
         None,
         f"S, the denoising steps (default: all of the model's for --ddpm, {SHORT_SAMPLING} otherwise).",
@@ -43,13 +51,17 @@ class SamplerOptions:
     variance_type: Literal["fixed_large", "fixed_small"] | None = option(
         None, "Variance of --ddpm (default: fixed_large over all timesteps, fixed_small over a sub-sequence)."
     )
-    eta: float | None = option(None, "Noise of --ddim: 0 none (the default), 1 as much as fixed_small.", UP_TO_ONE)
+    eta: float | None = option(
+        None, "Noise of --ddim: 0 for none (the default), 1 for as much as DDPM's fixed_small.", UP_TO_ONE
+    )
 
 
 @section("images")
 class ImageOptions:
     seeds: str | None = option(None, "One image for each, e.g. 0-49999 or 0,5,7-9.")
-    num_images: int | None = option(None, f"Images, from seed 0 (default: {DEFAULT_IMAGES}).", POSITIVE, habits="n num")
+    num_images: int | None = option(
+        None, f"The seeds 0, 1, ... up to so many images (default: {DEFAULT_IMAGES}).", POSITIVE, habits="n num"
+    )
 
 
 @section("condition, of models that were trained with one")
@@ -57,14 +69,20 @@ class ConditionOptions:
     class_labels: list[str] = option(
         [], "Classes to draw by name or number, or 'all' (the default); seeds take turns.", repeatable=True
     )
-    prompt: list[str] = option([], "Prompts, for seeds in turn (default: those of the run's grids).", repeatable=True)
+    prompt: list[str] = option(
+        [],
+        "What should appear; seeds take turns with several (default: the prompts of the run's grids).",
+        repeatable=True,
+    )
     prompts_file: str | None = option(None, "File with a prompt on each line.")
     negative_prompt: str | None = option(None, "What guidance leads away from (default: an empty prompt).")
     guidance_scale: float = option(
         1.0, "Guidance u + scale (c - u) from the prediction without condition; 1 is none.", NOT_NEGATIVE, habits="cfg"
     )
     guidance_rescale: float = option(
-        0.0, "Share of a guided prediction that gets its deviation from the unguided one, against glare.", UP_TO_ONE
+        0.0,
+        "Share of a guided prediction that gets its deviation from the unguided one, 0 to 1, against glare.",
+        UP_TO_ONE,
     )
     guidance_interval: list[int] = option([], "First and last timestep with guidance (default: all), e.g. 100 800.")
 
@@ -74,11 +92,17 @@ class OutputOptions:
     output_dir: str | None = option(
         None, "Folder for the images (default: one in <run>/generated named after step, weights, sampler and steps)."
     )
-    overwrite: bool = option(False, "Delete the images in the folder and start anew.", habits="overwrite_output_dir")
+    overwrite: bool = option(
+        False,
+        "Delete the images that are in the folder, whatever made them, and start anew.",
+        habits="overwrite_output_dir",
+    )
     format: Literal["png", "npz", "parquet"] = option(
         "png", "PNG files, one samples.npz (arr_0, seeds), or a folder for datasets.load_dataset."
     )
-    gather_grid: bool = option(False, f"All images in grid.png, instead of the first {DEFAULT_IMAGES}.")
+    gather_grid: bool = option(
+        False, f"All images in grid.png, collected from all processes, instead of the first {DEFAULT_IMAGES}."
+    )
     progress_gif: bool = option(False, "Also the first 16 images from noise to picture, as progress.gif.")
     interpolate: list[int] = option([], "Two seeds: only a row of pictures between them; --ddim unless told otherwise.")
     nearest: int | None = option(None, "Also so many nearest training images beside each of the first 16.", POSITIVE)
@@ -89,14 +113,19 @@ class OutputOptions:
 @section("speed")
 class SpeedOptions:
     batch_size: int | None = option(
-        None, f"Images per process and pass (default: measured at start; {SMALLEST_BATCH} for few images).", POSITIVE
+        None,
+        "Images per process and forward pass (default: the largest that pays, measured at the start; "
+        f"{SMALLEST_BATCH} for less than {2 * SMALLEST_BATCH * BATCHES_TO_SHARE} images).",
+        POSITIVE,
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
         None, "Precision of the network (default: what `accelerate launch` says, else no); noise stays float32."
     )
     allow_tf32: bool = option(False, "Allow TF32 matrix products on GPUs that have them.")
     compile: bool = option(False, "Compile the network first, which takes up to minutes.")
-    channels_last: Literal["auto", "yes", "no"] = option("auto", "Memory format; auto: on GPUs in mixed precision.")
+    channels_last: Literal["auto", "yes", "no"] = option(
+        "auto", "Keep channels last in memory; auto: on GPUs in mixed precision, whose matrix units want it."
+    )
 
 
 @dataclass

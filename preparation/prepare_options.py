@@ -18,7 +18,9 @@ class PrepareOptions:
         saved=False,
         positional=True,
     )
-    output: str | None = option(None, "Folder to make; with --check, for the report (default: in runs/).", saved=False)
+    output: str | None = option(
+        None, "Folder to make; with --check, for the report (default: runs/check-<source>).", saved=False
+    )
     check: bool = option(False, "Report on the source instead; exit code 1 if something in it would hurt.", saved=False)
     resolution: int | None = option(
         None, "Size of the shorter side (default: photos keep their sizes).", POSITIVE, habits="size image_size"
@@ -32,8 +34,12 @@ class PrepareOptions:
     )
     eval_split: Literal["test", "validation"] = option("test", "Name of what is kept for evaluation.")
     seed: int = option(0, "Which photos are kept for evaluation is a function of their names and this.", NOT_NEGATIVE)
-    sysu_folders: bool = option(False, "Folders train_data, eval_data and normalized_eval_data (eval_data as squares).")
-    num_workers: int = option(default_num_workers(1), "Processes that read and write.", NOT_NEGATIVE, saved=False)
+    sysu_folders: bool = option(
+        False, "Name the folders train_data, eval_data and normalized_eval_data (eval_data as squares)."
+    )
+    num_workers: int = option(
+        default_num_workers(1), "Processes that read and write images.", NOT_NEGATIVE, saved=False
+    )
 
 
 def parse_prepare_options(arguments: list[str]) -> PrepareOptions:

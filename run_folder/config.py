@@ -42,10 +42,16 @@ class ConditioningOptions:
     condition: Literal["class", "text"] = option(
         "class", "What the network is told of each image.", habits="class_conditional", fixed=True
     )
-    label_column: str | None = option(None, "Column with the classes; found by itself, or classes are the folders.")
-    caption_column: str | None = option(None, "Column with captions; found by itself. Without, classes are described.")
+    label_column: str | None = option(
+        None, "Column with the classes; found by itself if there is only one, or by the folders the images are in."
+    )
+    caption_column: str | None = option(
+        None, "Column with one or several captions of each image; found by itself. Without one, classes are described."
+    )
     caption_template: list[str] = option(
-        [], "Captions made of the class, as 'a photo of a {class}', the default without captions; each step draws one."
+        [],
+        "One or several captions made of the class, such as 'a photo of a {class}', the default when there are no "
+        "captions; which of them an image gets is drawn at every step.",
     )
     text_encoder: str = option(
         "openai/clip-vit-base-patch32",
@@ -65,7 +71,9 @@ class ConditioningOptions:
 @section("network")
 class NetworkOptions:
     model_config_name_or_path: str | None = option(
-        None, "Configuration of a UNet2DModel instead of the paper's; for text, of a UNet2DConditionModel as well."
+        None,
+        "UNet2DModel configuration instead of the paper's network for this resolution; with text, its attention "
+        "is to the words too. That of a UNet2DConditionModel also reads text.",
     )
     dropout: float = option(0.1, "Dropout in the residual blocks of the paper's network.", BELOW_ONE)
 
@@ -77,8 +85,12 @@ class DiffusionOptions:
         "linear", "quadratic", "scaled_linear", "cosine", "squaredcos_cap_v2", "sigmoid", "constant",
         "warmup10", "warmup50",
     ] = option("linear", "Beta schedule, by its name in papers or in diffusers.", fixed=True)  # fmt: skip
-    variance_type: Literal["fixed_large", "fixed_small"] = option("fixed_large", "Variance: beta_t or the posterior's.")
-    prediction_type: Literal["epsilon", "sample", "v_prediction"] = option("epsilon", "What is predicted.", fixed=True)
+    variance_type: Literal["fixed_large", "fixed_small"] = option(
+        "fixed_large", "Variance of the ancestral steps: beta_t or the posterior's."
+    )
+    prediction_type: Literal["epsilon", "sample", "v_prediction"] = option(
+        "epsilon", "What the network predicts.", fixed=True
+    )
 
 
 @section("timestep samplers and loss weights", on_card=False)
@@ -94,14 +106,20 @@ class TimestepOptions:
     loss_weighting: Literal["none", "min_snr", "soft_min_snr", "p2", "edm", "speed"] = option(
         "none", "Weight of the loss at each timestep; all but none change the objective."
     )
-    loss: Literal["l2", "l1", "huber"] = option("l2", "Error of a pixel; huber: squared up to 1, linear beyond.")
-    timestep_sampler_options: list[str] = option([], "Arguments of a sampler in a file of your own, as in width=3.")
+    loss: Literal["l2", "l1", "huber"] = option(
+        "l2", "Error of a pixel: squared, absolute, or Huber's, which is squared up to 1 and linear beyond."
+    )
+    timestep_sampler_options: list[str] = option(
+        [], "Arguments of a timestep sampler in a file of your own, as in width=3 name=x."
+    )
     logit_normal_mean: float = option(0.0, "Mean of logit(t / T).")
     logit_normal_std: float = option(1.0, "Standard deviation of logit(t / T).", POSITIVE)
     edm_mean: float = option(-1.2, "Mean of ln sigma of the sampler.")
     edm_std: float = option(1.2, "Standard deviation of ln sigma of the sampler.", POSITIVE)
     edm_sigma_data: float = option(0.5, "sigma_data of the weighting.", POSITIVE)
-    speed_tau: int | None = option(None, "From this timestep on steps count as trivial (default: 0.7 T).", POSITIVE)
+    speed_tau: int | None = option(
+        None, "From this timestep on steps count as trivial (default: 0.7 T, the paper's).", POSITIVE
+    )
     speed_k: float = option(5.0, "How much likelier the sampler draws the timesteps below tau.", POSITIVE)
     speed_lambda: float = option(0.6, "Weights below tau lie between 1 - lambda and lambda.", UP_TO_ONE)
     loss_second_moment_history: int = option(10, "Losses remembered of every timestep.", POSITIVE)
@@ -124,7 +142,10 @@ class OptimizerOptions:
         None, "Images per device and forward pass.", POSITIVE, habits="batch_size", may_change=True
     )
     total_batch_size: int | None = option(
-        None, f"Images per step; what is not given of the three follows (default: {PAPER_BATCH_SIZE}).", POSITIVE
+        None,
+        "Images per step: train_batch_size x processes x gradient_accumulation_steps. What is not given follows "
+        f"from what is; nothing given means the paper's {PAPER_BATCH_SIZE}.",
+        POSITIVE,
     )
     gradient_accumulation_steps: int | None = option(None, "Forward passes per step.", POSITIVE, may_change=True)
     learning_rate: float = option(2e-4, "Learning rate after the warm-up.", POSITIVE, habits="lr")
@@ -150,30 +171,50 @@ class EMAOptions:
 
 @section("length and seed", may_change=True)
 class LengthOptions:
-    num_epochs: int | None = option(None, "Passes over the data, unless max_train_steps is given.", POSITIVE)
+    num_epochs: int | None = option(None, "Passes over the data.", POSITIVE)
     max_train_steps: int | None = option(
-        None, f"Optimiser steps (default: {PAPER_STEPS}).", POSITIVE, habits="steps", instead_of="num_epochs"
+        None,
+        f"Optimiser steps; comes before num_epochs. Neither given: the paper's {PAPER_STEPS}.",
+        POSITIVE,
+        habits="steps",
+        instead_of="num_epochs",
     )
-    max_train_seconds: float | None = option(None, "Stop after so many seconds of training alone.", POSITIVE)
-    seed: int = option(0, "All randomness is a function of this, step and position.", NOT_NEGATIVE, may_change=False)
+    max_train_seconds: float | None = option(
+        None, "Stop when the run has trained for so many seconds in all; sampling and saving do not count.", POSITIVE
+    )
+    seed: int = option(
+        0,
+        "All randomness is a function of this, the step and the position in the batch.",
+        NOT_NEGATIVE,
+        may_change=False,
+    )
 
 
 @section("output", may_change=True, on_card=False)
 class OutputOptions:
-    output_dir: str = option("runs/ddpm", "The run: configuration, metrics, samples, checkpoints, model.", saved=False)
+    output_dir: str = option(
+        "runs/ddpm", "The run: configuration, metrics, samples, checkpoints, final pipeline.", saved=False
+    )
     overwrite_output_dir: bool = option(False, "Delete a run that is already there.", saved=False)
     resume_from_checkpoint: str = option(
-        "latest", "A checkpoint folder, 'latest' of this run, or 'none' to start anew.", habits="resume", saved=False
+        "latest",
+        "A checkpoint folder, 'latest' of this run if it has one, or 'none' to start anew.",
+        habits="resume",
+        saved=False,
     )
     checkpointing_steps: int = option(5000, "Steps between checkpoints; one more is made at the end.", POSITIVE)
     checkpoints_total_limit: int = option(3, "Checkpoints kept, besides those of --keep_every.", POSITIVE)
     keep_every: int | None = option(None, "Keep the checkpoints of these multiples of steps for ever.", POSITIVE)
     save_images_steps: int = option(5000, "Steps between sample grids; one more is drawn at the end.", POSITIVE)
-    save_images_epochs: int | None = option(None, "Epochs between grids.", POSITIVE, instead_of="save_images_steps")
+    save_images_epochs: int | None = option(
+        None, "Epochs between sample grids instead.", POSITIVE, instead_of="save_images_steps"
+    )
     save_model_epochs: int | None = option(None, "Epochs between updates of the pipeline in output_dir.", POSITIVE)
     eval_batch_size: int = option(16, "Images in a sample grid.", POSITIVE)
     ddpm_num_inference_steps: int = option(1000, "Denoising steps of the sample grids.", POSITIVE)
-    logger: Literal["tensorboard", "wandb", "none"] = option("tensorboard", "Where curves go.", aliases="report_to")
+    logger: Literal["tensorboard", "wandb", "none"] = option(
+        "tensorboard", "Where curves go besides metrics.jsonl.", aliases="report_to"
+    )
     logging_dir: str = option("logs", "Folder of the curves, inside output_dir.")
     logging_steps: int = option(50, "Steps between lines of metrics.", POSITIVE)
     tracker_project_name: str = option("exact-ddpm", "Project of the curves in wandb.")
