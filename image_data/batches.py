@@ -71,6 +71,7 @@ class Batch:
     passes: int = 1  # forward passes that the step takes
 
     def __getitem__(self, chosen: torch.Tensor | slice) -> Batch:
+        """Return these images of the batch, as a batch of one pass."""
         parts = (part[chosen] for part in (self.images, self.indices, self.positions, self.condition))
         return Batch(self.step, *parts)
 

@@ -349,7 +349,7 @@ def as_yaml(config: TrainingConfig) -> str:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSizes:
     """Images per device and forward pass, forward passes per step, images per step."""
 
     per_device: int
@@ -357,7 +357,7 @@ class Batch:
     total: int
 
 
-def resolve_batch(config: TrainingConfig, num_processes: int) -> Batch:
+def resolve_batch_sizes(config: TrainingConfig, num_processes: int) -> BatchSizes:
     """Return the three numbers: what is given of them, and what follows for the others."""
     per_device, accumulation = config.train_batch_size, config.gradient_accumulation_steps
     passes = num_processes * (accumulation or 1)
@@ -370,7 +370,7 @@ def resolve_batch(config: TrainingConfig, num_processes: int) -> Batch:
             f"--total_batch_size {total} is not {per_device} per device (--train_batch_size) x {num_processes} "
             f"process(es) x {accumulation} (--gradient_accumulation_steps) = {product}; change one of them"
         )
-    return Batch(per_device, accumulation, total)
+    return BatchSizes(per_device, accumulation, total)
 
 
 def resolve_steps(config: TrainingConfig, steps_per_epoch: int) -> int:
@@ -381,7 +381,7 @@ def resolve_steps(config: TrainingConfig, steps_per_epoch: int) -> int:
 
 
 def with_resolved(
-    config: TrainingConfig, batch: Batch, total_steps: int, channels: int, precision: str
+    config: TrainingConfig, batch: BatchSizes, total_steps: int, channels: int, precision: str
 ) -> TrainingConfig:
     """Return the configuration with what it left open filled in, so that it repeats the run on other machines too.
 

@@ -79,7 +79,7 @@ class ExactDDPMScheduler(DDPMScheduler):
     def predict_original(self, model_output: torch.Tensor, t: int, sample: torch.Tensor) -> torch.Tensor:
         """Compute x_0 as the network sees it, clipped to [-1, 1] before it enters any mean."""
         a_t = self.alphas_cumprod[t].item()
-        original = prediction_of(self.config.prediction_type).original(model_output, sample, a_t**0.5, (1 - a_t) ** 0.5)
+        original = prediction_of(self.config.prediction_type).x_0(model_output, sample, a_t**0.5, (1 - a_t) ** 0.5)
         if self.config.clip_sample:
             original = original.clamp(-self.config.clip_sample_range, self.config.clip_sample_range)
         return original

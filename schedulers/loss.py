@@ -1,7 +1,8 @@
 """The objective that a run trains on: which timesteps are drawn, what an error counts, and how it is measured.
 
-Algorithm 1 of Ho et al. 2020 draws t uniformly and takes the squared error of epsilon. Each of the three is a table
-here, so that another idea is one function or class and one line.
+Algorithm 1 of Ho et al. 2020 draws t uniformly, weights every t alike and takes the squared error of epsilon. Each of
+the three is a table (TIMESTEP_SAMPLERS and LOSSES here, LOSS_WEIGHTINGS in schedulers/weighting.py), so that another
+idea is one function or class and one line.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ TIMESTEP_SAMPLERS: dict[str, type[TimestepSampler]] = {
 }
 
 # From output and target to the error of every pixel, whose mean is that of the image.
-Error = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-LOSSES: dict[str, Error] = {
+PixelLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+LOSSES: dict[str, PixelLoss] = {
     "l2": lambda output, target: (output - target).square(),
     "l1": lambda output, target: (output - target).abs(),
     "huber": lambda output, target: F.huber_loss(output, target, reduction="none"),  # e^2 / 2 up to 1, then |e| - 1/2
 }
 
-Inputs = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+ConditionInputs = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
 # Steps until a sampler observes its losses: with two the device has the next step to work on while the host waits.
 DELAY = 2
@@ -71,14 +72,18 @@ class DiffusionLoss:
     """
 
     def __init__(
-        self, process: ExactDDPMScheduler, sampler: TimestepSampler, weights: torch.Tensor, error: Error = LOSSES["l2"]
+        self,
+        process: ExactDDPMScheduler,
+        sampler: TimestepSampler,
+        weights: torch.Tensor,
+        error: PixelLoss = LOSSES["l2"],
     ):
         self.process, self.sampler, self.error = process, sampler, error
         self.weights = weights  # of the loss, at every t
         self.sampler_seconds = 0.0  # that this process has spent on the sampler
         self._pending: deque[tuple[int, torch.Tensor, PendingCopy]] = deque()
 
-    def start(self, seed: int, batch_size: int, channels: int, inputs: Inputs, processes: Processes) -> None:
+    def start(self, seed: int, batch_size: int, channels: int, inputs: ConditionInputs, processes: Processes) -> None:
         """Get ready for a run: its randomness, its global batch, and what its network takes for a row of conditions."""
         self.seed, self.noise_key = seed, derive_seed(seed, "noise")
         self.batch_size, self.inputs = batch_size, inputs
@@ -91,22 +96,22 @@ class DiffusionLoss:
         batch: Batch,
         t: torch.Tensor,
         epsilon: torch.Tensor | None = None,
-        error: Error | None = None,
+        error: PixelLoss | None = None,
     ) -> torch.Tensor:
         """Return the error of every image: the mean of (epsilon - epsilon_theta(x_t, t))^2 over its pixels (eq. 14).
 
         `epsilon` and `error` replace the run's own, for those who look at the network in passing.
         """
-        x_0 = normalise(self._here(batch.images))
+        x_0 = normalise(self._to_device(batch.images))
         if epsilon is None:
-            epsilon = standard_normal(self.noise_key, self._here(batch.positions), batch.step, x_0.shape[1:])
+            epsilon = standard_normal(self.noise_key, self._to_device(batch.positions), batch.step, x_0.shape[1:])
         x_t = self.process.add_noise(x_0, epsilon, t)
-        inputs = {name: self._here(value) for name, value in self.inputs(batch.condition).items()}
+        inputs = {name: self._to_device(value) for name, value in self.inputs(batch.condition).items()}
         output = network(x_t, t, **inputs).sample.float()
         target = self.process.target(x_0, epsilon, t)
         return (error or self.error)(output, target).flatten(1).mean(1)
 
-    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_device(tensor, self.device)
 
     # Timesteps.
@@ -121,20 +126,20 @@ class DiffusionLoss:
                 self._let_sampler_observe(*self._pending.popleft())
             generator = generator_for(self.seed, "timesteps", batch.step)
             if self.sampler.overrides("sample_for"):
-                x_0 = normalise(self._here(batch.images))
+                x_0 = normalise(self._to_device(batch.images))
                 t, weights = self.sampler.sample_for(x_0, batch.positions, self.batch_size, generator)
-                return t, weights * self._here(self.weights)[t]
+                return t, weights * self._to_device(self.weights)[t]
             self._drawn, weights = self.sampler.sample(self.batch_size, generator)
             weights = weights * self.weights[self._drawn]
-            return self._here(self._drawn[batch.positions]), self._here(weights[batch.positions])
+            return self._to_device(self._drawn[batch.positions]), self._to_device(weights[batch.positions])
 
     # What the sampler learns from.
 
-    def at_positions(self, errors: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def in_global_batch(self, errors: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Put this process's errors at their places in the global batch; nothing if the sampler does not observe."""
         if not self.sampler.overrides("observe"):
             return errors[:0]
-        return errors.new_zeros(self.batch_size).index_copy(0, self._here(batch.positions), errors)
+        return errors.new_zeros(self.batch_size).index_copy(0, self._to_device(batch.positions), errors)
 
     def observe(self, step: int, errors: torch.Tensor) -> None:
         """Take the errors of the global batch from the device, if the sampler observes them."""
@@ -174,8 +179,10 @@ class DiffusionLoss:
         network.eval()
         with torch.no_grad(), self.processes.accelerator.autocast():
             for part in torch.arange(len(rows)).split(len(batch.images) // batch.passes):
-                t = self._here(timesteps[part])
-                epsilon = standard_normal(noise_key, self._here(noise_rows[part]), batch.step, batch.images.shape[1:])
+                t = self._to_device(timesteps[part])
+                epsilon = standard_normal(
+                    noise_key, self._to_device(noise_rows[part]), batch.step, batch.images.shape[1:]
+                )
                 errors = self(network, batch[rows[part]], t, epsilon, LOSSES["l2"])
                 divergences.append(self._divergence_weights[t] * errors)
         network.train()
@@ -184,7 +191,7 @@ class DiffusionLoss:
 
     @cached_property
     def _divergence_weights(self) -> torch.Tensor:
-        return self._here(self.process.divergence_weights().float())
+        return self._to_device(self.process.divergence_weights().float())
 
     def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.processes.count > 1:

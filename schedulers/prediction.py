@@ -15,27 +15,27 @@ class Prediction:
 
     symbol: str  # for pictures
     target: Callable[..., torch.Tensor]  # of x_0, epsilon, signal, spread
-    original: Callable[..., torch.Tensor]  # x_0, of the network's output, x_t, signal, spread
-    error_ratio: Callable[[torch.Tensor], torch.Tensor]  # of its squared error to that of x_0, given SNR_t
+    x_0: Callable[..., torch.Tensor]  # of the network's output, x_t, signal, spread
+    error_ratio: Callable[[torch.Tensor], torch.Tensor]  # its squared error over that of x_0, given SNR_t
 
 
 PREDICTIONS = {
     "epsilon": Prediction(
         r"$\epsilon$",
         target=lambda x_0, epsilon, signal, spread: epsilon,
-        original=lambda output, x_t, signal, spread: (x_t - spread * output) / signal,  # Ho et al. 2020, eq. 15
+        x_0=lambda output, x_t, signal, spread: (x_t - spread * output) / signal,  # Ho et al. 2020, eq. 15
         error_ratio=lambda snr: snr,
     ),
     "v_prediction": Prediction(  # Salimans & Ho 2022
         "$v$",
         target=lambda x_0, epsilon, signal, spread: signal * epsilon.float() - spread * x_0.float(),
-        original=lambda output, x_t, signal, spread: signal * x_t - spread * output,
+        x_0=lambda output, x_t, signal, spread: signal * x_t - spread * output,
         error_ratio=lambda snr: snr + 1,
     ),
     "sample": Prediction(
         "$x_0$",
         target=lambda x_0, epsilon, signal, spread: x_0,
-        original=lambda output, x_t, signal, spread: output,
+        x_0=lambda output, x_t, signal, spread: output,
         error_ratio=torch.ones_like,
     ),
 }

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from run_folder.config import parse_config, resolve_batch
+from run_folder.config import parse_config, resolve_batch_sizes
 from training.audit import audit, format_audit
 from training.network import build_unet
 from training.setup import build_process
@@ -22,7 +22,7 @@ def rows_of(unet, *flags: str, processes: int = 1):
     config = parse_config(["--dataset_name=uoft-cs/cifar10", *flags])
     run = SimpleNamespace(
         config=replace(config, mixed_precision=config.mixed_precision or "no"),
-        sizes=resolve_batch(config, processes),
+        sizes=resolve_batch_sizes(config, processes),
         batches=SimpleNamespace(images=range(50_000)),
         processes=SimpleNamespace(count=processes),
         state=SimpleNamespace(

@@ -10,12 +10,12 @@ from common.errors import UserError
 from run_folder.config import (
     CHANGED_OBJECTIVE,
     SAME_OBJECTIVE,
-    Batch,
+    BatchSizes,
     TrainingConfig,
     as_yaml,
     parse_conditional_config,
     parse_config,
-    resolve_batch,
+    resolve_batch_sizes,
     resolve_steps,
     with_resolved,
 )
@@ -34,7 +34,7 @@ def parse(*flags: str) -> TrainingConfig:
 
 def test_the_cifar10_command_means_what_its_author_meant():
     config = parse_config(CIFAR10_COMMAND.split())
-    assert resolve_batch(config, num_processes=8) == Batch(per_device=16, accumulation=1, total=128)
+    assert resolve_batch_sizes(config, num_processes=8) == BatchSizes(per_device=16, accumulation=1, total=128)
     assert resolve_steps(config, steps_per_epoch=50_000 // 128) == 798_720
     assert (config.learning_rate, config.lr_warmup_steps, config.lr_scheduler) == (2e-4, 5000, "constant_with_warmup")
     assert (config.adam_beta1, config.adam_beta2, config.adam_weight_decay, config.max_grad_norm) == (0.9, 0.999, 0, 1)
@@ -49,7 +49,7 @@ def test_the_recipe_is_the_default():
     given = {"channels", "config", "output_dir", "max_train_steps", "checkpointing_steps", "save_images_steps",
              "eval_batch_size"}  # fmt: skip
     assert {name for name in vars(plain) if getattr(plain, name) != getattr(recipe, name)} == given
-    assert resolve_batch(recipe, 1).total == 128
+    assert resolve_batch_sizes(recipe, 1).total == 128
     assert resolve_steps(plain, 390) == recipe.max_train_steps == 800_000
 
 
@@ -149,7 +149,7 @@ def test_mistakes_in_the_file_are_explained(tmp_path, text, message):
     ],
 )
 def test_batch_follows_from_what_is_given(flags, processes, expected):
-    assert resolve_batch(parse(*flags), processes) == Batch(*expected)
+    assert resolve_batch_sizes(parse(*flags), processes) == BatchSizes(*expected)
 
 
 @pytest.mark.parametrize(
@@ -164,19 +164,19 @@ def test_batch_follows_from_what_is_given(flags, processes, expected):
 )
 def test_batch_that_does_not_work_out(flags, processes):
     with pytest.raises(UserError, match="--total_batch_size"):
-        resolve_batch(parse(*flags), processes)
+        resolve_batch_sizes(parse(*flags), processes)
 
 
 def test_saved_configuration_repeats_the_run(tmp_path):
     given = parse("--train_batch_size=16", "--num_epochs=3", "--learning_rate=1e-5", "--hub_token=hf_secret")
-    resolved = with_resolved(given, resolve_batch(given, 2), resolve_steps(given, 10), channels=1, precision="no")
+    resolved = with_resolved(given, resolve_batch_sizes(given, 2), resolve_steps(given, 10), channels=1, precision="no")
     (tmp_path / "config.yaml").write_text(as_yaml(resolved))
     assert "hf_secret" not in (tmp_path / "config.yaml").read_text()
     again = parse_config([f"--config={tmp_path / 'config.yaml'}"])
     for processes in (1, 2, 4, 32):  # the total stays, whatever the number of processes
-        assert resolve_batch(again, processes) == Batch(32 // processes, 1, 32)
+        assert resolve_batch_sizes(again, processes) == BatchSizes(32 // processes, 1, 32)
     assert resolve_steps(again, 10) == 30
-    repeated = with_resolved(again, resolve_batch(again, 2), resolve_steps(again, 10), channels=1, precision="no")
+    repeated = with_resolved(again, resolve_batch_sizes(again, 2), resolve_steps(again, 10), channels=1, precision="no")
     assert as_yaml(repeated) == (tmp_path / "config.yaml").read_text()
 
 

@@ -87,7 +87,7 @@ def test_a_new_prediction_type_is_one_entry(monkeypatch):
     opposite = Prediction(
         "$-\\epsilon$",
         target=lambda x_0, epsilon, signal, spread: -epsilon,
-        original=lambda output, x_t, signal, spread: (x_t + spread * output) / signal,
+        x_0=lambda output, x_t, signal, spread: (x_t + spread * output) / signal,
         error_ratio=lambda snr: snr,
     )
     monkeypatch.setitem(PREDICTIONS, "minus_epsilon", opposite)

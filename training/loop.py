@@ -22,28 +22,30 @@ def train(run: Run) -> None:
     network, loss, state, update = run.network, run.state.loss, run.state, run.state.update
     network.train()
     run.milestones.catch_up(state)
-    if run.over:
+    if run.over_at_start:
         return
 
-    for batch in run.tracking.timed(run.batches.from_step(state.step)):  # 2: x_0 ~ q(x_0)
-        t, weights = loss.draw(batch)  # 3: t ~ Uniform({1, ..., T}), or as the sampler wants it
+    for batch in run.tracking.timed(run.batches.from_step(state.step)):  # 1: repeat; 2: x_0 ~ q(x_0)
+        t, weights = loss.draw(batch)  # 3: t ~ Uniform({1, ..., T}), counted from 0, or as the sampler wants it
         # Dropout alone draws from torch's global generators.
         torch.manual_seed(derive_seed(run.config.seed, "dropout", batch.step, run.processes.index))
 
         errors = []
         update.begin()
-        for part, t_of_part, weight in batch.in_passes(t, weights):
-            with run.exchanging_gradients(after=len(errors) == batch.passes - 1):
+        for number, (part, t_of_part, weight) in enumerate(batch.in_passes(t, weights), start=1):
+            with run.gradient_exchange(enabled=number == batch.passes):
                 error = loss(network, part, t_of_part)  # 4: epsilon ~ N(0, I), and |epsilon - epsilon_theta(x_t, t)|^2
                 update.backward((weight * error).mean() / batch.passes)  # 5: its gradient
             errors.append(error.detach())
 
         update.clip()
         errors = torch.cat(errors)
-        all_finite, observed = state.window.add(t, weights, errors, update, loss.at_positions(errors, batch))
+        # Into the sums of the window, in one exchange with the other processes.
+        in_batch = loss.in_global_batch(errors, batch)
+        all_finite, in_batch = state.window.add_step(t, weights, errors, update, in_batch)
         with loss.around_update(state.unet, batch):
             update.step(batch.step, all_finite)  # 5: take the gradient step
-        loss.observe(batch.step, observed)
+        loss.observe(batch.step, in_batch)
         fault_point("update")
         state.step += 1
 

@@ -92,11 +92,12 @@ class Milestones:
 
     def catch_up(self, state: TrainingState) -> None:
         """Make what a process that was stopped or killed did not come to after its last checkpoint."""
-        due, over = state.step > 0 and state.step % self.image_steps == 0, self.run.over
+        due, over = state.step > 0 and state.step % self.image_steps == 0, self.run.over_at_start
         with self.run.tracking.paused():
             if state.step == 0:
                 self.run.tracking.log_density(state.loss.sampler.describe(), 0)
-            missing = self.processes.broadcast(not self.folder.grid_file(state.step).exists())
+            exists = self.folder.grid_file(state.step).exists()
+            missing = self.processes.all_reduce_any(self.processes.is_main and not exists)
             if missing and (due or (over and self._worth_a_grid(state))):
                 self.draw_samples(state)
             if over:

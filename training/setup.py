@@ -17,7 +17,15 @@ from conditions.condition import Condition
 from image_data.batches import TrainingBatches
 from image_data.store import TrainingImages
 from run_folder.checkpoints import CheckpointWriter, load_checkpoint
-from run_folder.config import Batch, TrainingConfig, as_yaml, resolve_batch, resolve_steps, settings_of, with_resolved
+from run_folder.config import (
+    BatchSizes,
+    TrainingConfig,
+    as_yaml,
+    resolve_batch_sizes,
+    resolve_steps,
+    settings_of,
+    with_resolved,
+)
 from run_folder.folder import RunFolder, check_disk, check_output_dir, open_run
 from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
@@ -85,11 +93,11 @@ class Run:
     config: TrainingConfig  # nothing in it is open any more
     processes: Processes
     condition: Condition
-    sizes: Batch
+    sizes: BatchSizes
     batches: TrainingBatches
     state: TrainingState
     total_steps: int
-    over: bool = False  # before it began: there is nothing left to train
+    over_at_start: bool = False  # before it began: there is nothing left to train
     network: torch.nn.Module | None = None  # `state.unet` as accelerate wrapped it
     tracking: Tracking | None = None
     milestones: Milestones | None = None
@@ -108,9 +116,9 @@ class Run:
             return "finished"
         return "stopped" if self.processes.all_reduce_any(stop_requested() is not None) else None
 
-    def exchanging_gradients(self, after: bool) -> AbstractContextManager:
-        """Have the processes exchange gradients after the pass in here, or not yet."""
-        return nullcontext() if after else self.processes.accelerator.no_sync(self.network)
+    def gradient_exchange(self, enabled: bool) -> AbstractContextManager:
+        """Exchange gradients with the other processes at the end of the pass in here, if enabled."""
+        return nullcontext() if enabled else self.processes.accelerator.no_sync(self.network)
 
     def check_health(self, ending: Ending) -> None:
         """Raise if loss or gradient are no longer numbers; a GPU is asked only where its results are fetched anyway."""
@@ -121,7 +129,7 @@ class Run:
 
 def check_before_work(config: TrainingConfig, processes: Processes) -> None:
     """Raise, before any image is decoded, for what can be known to end badly."""
-    resolve_batch(config, processes.count)
+    resolve_batch_sizes(config, processes.count)
     check_output_dir(config)
     check_network(config)
     check_push(config)
@@ -137,7 +145,7 @@ def build_process(config: TrainingConfig) -> ExactDDPMScheduler:
 
 def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages, condition: Condition) -> Run:
     """Build batches, network, objective and all that changes while training; raise if the disk has no room for it."""
-    sizes = resolve_batch(config, processes.count)
+    sizes = resolve_batch_sizes(config, processes.count)
     batches = TrainingBatches(data, condition, config.seed, sizes.total, sizes.accumulation, processes)
     total_steps = resolve_steps(config, batches.steps_per_epoch)
     config = with_resolved(config, sizes, total_steps, data.channels, processes.precision)
@@ -183,7 +191,7 @@ def opened(run: Run) -> Iterator[None]:
         folder = RunFolder(config.output_dir)
         write_atomically(folder.config_file, as_yaml(config))
         folder.write_condition(run.condition)
-    run.over = run.is_over()
+    run.over_at_start = run.is_over()
     run.network = processes.accelerator.prepare(state.unet)
     with closing(Tracking(run)) as run.tracking, processes.reporting_dead_peers():
         run.milestones = Milestones(run, CheckpointWriter(config, checkpoint))

@@ -58,7 +58,7 @@ class Window:
         # For the report of a failure: timesteps and losses of this process, of the latest steps.
         self.latest: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def add(
+    def add_step(
         self, t: torch.Tensor, weights: torch.Tensor, errors: torch.Tensor, update: Update, observed: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a step; return whether its numbers are finite everywhere, and the sum of `observed` over processes."""
@@ -117,7 +117,7 @@ class Clock:
 
 
 class Tracking:
-    """The main process writes; the others only take part in the sums."""
+    """Metrics, bar and curves of a run. Every process computes the lines; the main one writes them."""
 
     def __init__(self, run: Run):
         config, state = run.config, run.state
@@ -128,7 +128,7 @@ class Tracking:
         self.tracker = None
         if self.writes:
             # A line in the middle of a window, at the end of a run that now goes on, is not to stay.
-            last_line = state.step - (1 if state.window.steps and not run.over else 0)
+            last_line = state.step - (1 if state.window.steps and not run.over_at_start else 0)
             keep_lines_up_to(self.folder, last_line)
             self.tracker = open_tracker(config, last_line)
         silent = not run.processes.is_local_main

@@ -1,4 +1,4 @@
-"""The update of the weights: Adam, gradient clipping, the moving average, and the guard before all of them."""
+"""The update of the weights: Adam, gradient clipping, the moving average, and the check that leaves an update out."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from common.processes import Processes
 from run_folder.config import TrainingConfig
 from training.tracking import Window
 
-HEALTHY = torch.iinfo(torch.int64).max  # the step of a failure that has not happened
+NEVER_FAILED = torch.iinfo(torch.int64).max  # the step of a failure that has not happened
 # Under fp16 the gradient scaler halves its scale at every overflow, from 65536; below this they are not by chance.
 SMALLEST_LOSS_SCALE = 2.0**-8
-LISTED = 10  # timesteps in the report of a failure
+MOST_LISTED = 10  # timesteps in the report of a failure
 
 
 class Update:
@@ -28,7 +28,7 @@ class Update:
         self.optimizer, self.ema = build_optimizer(config, unet), build_ema(config, unet)
         self.scaler: torch.amp.GradScaler | None = processes.accelerator.scaler
         self.learning_rate = learning_rate_schedule(config, total_steps)
-        self.failed_at = torch.full((), HEALTHY, device=processes.device)
+        self.failed_at = torch.full((), NEVER_FAILED, device=processes.device)
 
     def begin(self) -> None:
         """Begin to sum the objective of a step."""
@@ -52,15 +52,16 @@ class Update:
         return finite if self.scaler is not None else finite & self.gradient_norm.isfinite()
 
     def step(self, step: int, all_finite: torch.Tensor) -> None:
-        """Update weights and moving average, unless this step or one before it failed on any process.
+        """Update the weights, unless this step or one before it failed on any process, then the moving average.
 
         The fused optimiser looks at `found_inf` on the device, so that leaving the update out needs no answer from it.
+        Under fp16 the scaler decides.
         """
         self.failed_at = torch.where(all_finite, self.failed_at, self.failed_at.clamp(max=step))
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         if self.scaler is None:
-            self.optimizer.found_inf = (self.failed_at != HEALTHY).float()
+            self.optimizer.found_inf = (self.failed_at != NEVER_FAILED).float()
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
@@ -70,9 +71,9 @@ class Update:
             self.ema.update()
 
     def check(self, next_step: int, window: Window, last_checkpoint: Callable[[], Path | None]) -> None:
-        """Raise if an update had to be left out; this waits for the device."""
+        """Raise if loss or gradient were not finite, or if fp16 overflows at every scale; this waits for the device."""
         failed_at = int(self.failed_at)
-        if failed_at != HEALTHY:
+        if failed_at != NEVER_FAILED:
             t, errors = window.latest[failed_at - next_step]  # counted back from the newest step
             bad, drawn = (set().union(*self.processes.all_gather(some.tolist())) for some in (t[~errors.isfinite()], t))
             what = f"loss at {listed(bad)}" if bad else f"gradient (at {listed(drawn)})"
@@ -82,7 +83,8 @@ class Update:
                 f"step {failed_at}: the {what} is not finite; the weights were not updated with it, and {left}. "
                 f"Try a lower --learning_rate, a longer --lr_warmup_steps or --mixed_precision no"
             )
-        if self.scaler is not None and self.scaler.get_scale() < SMALLEST_LOSS_SCALE:
+        line_due = next_step % window.length == 0
+        if line_due and self.scaler is not None and self.scaler.get_scale() < SMALLEST_LOSS_SCALE:
             raise RunFailed(
                 f"step {next_step}: gradients overflow in fp16 whatever the loss scale; no update was made with them. "
                 f"The last good checkpoint is {last_checkpoint()}; continue with --mixed_precision bf16 or no"
@@ -90,8 +92,8 @@ class Update:
 
 
 def listed(timesteps: set[int]) -> str:
-    more = f" and {len(timesteps) - LISTED} more" if len(timesteps) > LISTED else ""
-    return f"timestep(s) {', '.join(map(str, sorted(timesteps)[:LISTED]))}{more}"
+    more = f" and {len(timesteps) - MOST_LISTED} more" if len(timesteps) > MOST_LISTED else ""
+    return f"timestep(s) {', '.join(map(str, sorted(timesteps)[:MOST_LISTED]))}{more}"
 
 
 class ExactEMA(EMA):
