@@ -14,6 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,26 +92,15 @@ class DiffusionLoss:
         self.processes, self.device = processes, processes.device
         self.sampler.start(channels, self.device)
 
-    def __call__(
-        self,
-        network: torch.nn.Module,
-        batch: Batch,
-        t: torch.Tensor,
-        epsilon: torch.Tensor | None = None,
-        error: PixelLoss | None = None,
-    ) -> torch.Tensor:
-        """Return the error of every image: the mean of (epsilon - epsilon_theta(x_t, t))^2 over its pixels (eq. 14).
-
-        `epsilon` and `error` replace the run's own, for those who look at the network in passing.
-        """
+    def __call__(self, network: torch.nn.Module, batch: Batch, t: torch.Tensor) -> torch.Tensor:
+        """Return the error of every image: the mean of (epsilon - epsilon_theta(x_t, t))^2 over its pixels (eq. 14)."""
         x_0 = normalise(self._to_device(batch.images))
-        if epsilon is None:
-            epsilon = standard_normal(self.noise_key, self._to_device(batch.positions), batch.step, x_0.shape[1:])
+        epsilon = standard_normal(self.noise_key, self._to_device(batch.positions), batch.step, x_0.shape[1:])
         x_t = self.process.add_noise(x_0, epsilon, t)
         inputs = {name: self._to_device(value) for name, value in self.inputs(batch.condition).items()}
         output = network(x_t, t, **inputs).sample.float()
         target = self.process.target(x_0, epsilon, t)
-        return (error or self.error)(output, target).flatten(1).mean(1)
+        return self.error(output, target).flatten(1).mean(1)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_device(tensor, self.device)
@@ -174,16 +165,14 @@ class DiffusionLoss:
         started = time.perf_counter()
         self.processes.synchronize_device()
         self.sampler_seconds -= time.perf_counter() - started  # waiting for the training is not the sampler's time
-        noise_key = derive_seed(self.seed, "timestep sampler")
+        squared = copy(self)  # under noise of its own
+        squared.error, squared.noise_key = LOSSES["l2"], derive_seed(self.seed, "timestep sampler")
         divergences = []
         network.eval()
         with torch.no_grad(), self.processes.accelerator.autocast():
             for part in torch.arange(len(rows)).split(len(batch.images) // batch.passes):
                 t = self._to_device(timesteps[part])
-                epsilon = standard_normal(
-                    noise_key, self._to_device(noise_rows[part]), batch.step, batch.images.shape[1:]
-                )
-                errors = self(network, batch[rows[part]], t, epsilon, LOSSES["l2"])
+                errors = squared(network, replace(batch[rows[part]], positions=noise_rows[part]), t)
                 divergences.append(self._divergence_weights[t] * errors)
         network.train()
         self.processes.synchronize_device()

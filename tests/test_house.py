@@ -27,6 +27,8 @@ def test_the_loop_fits_on_a_screen(modules):
     loop = dict(house.functions_of(modules["training.loop"]))["train"]
     assert loop.end_lineno - loop.lineno < 40
     assert house.parameters_of(loop) == 1
+    call = dict(house.functions_of(modules["schedulers.loss"]))["DiffusionLoss.__call__"]
+    assert call.end_lineno - call.lineno < 15
 
 
 def test_no_two_files_have_one_name(modules):
