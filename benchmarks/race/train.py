@@ -84,6 +84,8 @@ def config_of(race: Race, entry: Entry) -> TrainingConfig:
         f"max_train_{race.unit}": round(length) if race.unit == "steps" else length,
         "checkpointing_steps": 10**9,
         "save_images_steps": 10**9,
+        "eval_batch_size": 1,  # of the grid that the end of a run draws
+        "ddpm_num_inference_steps": 1,
         "checkpoints_total_limit": 1,
         "logger": "none",
     }
