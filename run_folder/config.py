@@ -34,7 +34,7 @@ PAPER_BATCH_SIZE = 128
 
 # TIMESTEP_SAMPLERS of schedulers/loss.py by what they train, without importing torch.
 SAME_OBJECTIVE = ("uniform", "stratified", "loss_second_moment")
-CHANGED_OBJECTIVE = ("logit_normal", "edm", "speed", "ats")
+CHANGED_OBJECTIVE = ("logit_normal", "edm", "log_snr", "laplace", "beta", "speed", "ats")
 
 
 @section("condition")
@@ -109,6 +109,9 @@ class TimestepOptions:
     loss: Literal["l2", "l1", "huber"] = option(
         "l2", "Error of a pixel: squared, absolute, or Huber's, which is squared up to 1 and linear beyond."
     )
+    input_perturbation: float = option(
+        0.0, "gamma: the image is noised with epsilon + gamma epsilon', epsilon stays the target.", NOT_NEGATIVE
+    )
     timestep_sampler_options: list[str] = option(
         [], "Arguments of a timestep sampler in a file of your own, as in width=3 name=x."
     )
@@ -116,7 +119,16 @@ class TimestepOptions:
     logit_normal_std: float = option(1.0, "Standard deviation of logit(t / T).", POSITIVE)
     edm_mean: float = option(-1.2, "Mean of ln sigma of the sampler.")
     edm_std: float = option(1.2, "Standard deviation of ln sigma of the sampler.", POSITIVE)
+    edm_floor: float = option(0.0, "Share of uniform draws of the sampler.", UP_TO_ONE)
     edm_sigma_data: float = option(0.5, "sigma_data of the weighting.", POSITIVE)
+    edm_cap: float | None = option(None, "The most that the weighting gives an error of epsilon.", POSITIVE)
+    log_snr_low: float = option(-6.5, "Lowest log SNR drawn.")
+    log_snr_high: float = option(6.2, "Highest log SNR drawn.")
+    log_snr_floor: float = option(0.03, "Share of uniform draws.", UP_TO_ONE)
+    laplace_mu: float = option(0.0, "Mean of log SNR.")
+    laplace_b: float = option(0.5, "Scale of log SNR.", POSITIVE)
+    beta_alpha: float = option(0.8, "alpha of the Beta distribution of t / T.", POSITIVE)
+    beta_beta: float = option(1.0, "beta of the Beta distribution of t / T.", POSITIVE)
     speed_tau: int | None = option(
         None, "From this timestep on steps count as trivial (default: 0.7 T, the paper's).", POSITIVE
     )
@@ -333,7 +345,9 @@ def validate_condition(config: ConditionalConfig) -> None:
 
 def settings_of(config: TrainingConfig) -> dict[str, object]:
     """Return what makes a run the run it is, for a checkpoint to remember."""
-    general = ("timestep_sampler", "timestep_sampler_options", "stratified", "loss_weighting", "loss")
+    general = (
+        "timestep_sampler", "timestep_sampler_options", "stratified", "loss_weighting", "loss", "input_perturbation",
+    )  # fmt: skip
     used = (f"{config.timestep_sampler}_", f"{config.loss_weighting}_")
     idle = [name for name in facts_of(TimestepOptions) if name not in general and not name.startswith(used)]
     settings = values_of(config, lambda facts: facts.saved and not facts.may_change)

@@ -30,7 +30,18 @@ from common.processes import Processes
 from common.randomness import derive_seed, generator_for, standard_normal
 from schedulers.adaptive_samplers import AdaptiveTimestepSampling, LossSecondMoment
 from schedulers.ddpm import ExactDDPMScheduler
-from schedulers.timestep_samplers import EDM, LogitNormal, SpeeD, Stratified, TimestepSampler, Uniform, UpdateProbe
+from schedulers.timestep_samplers import (
+    EDM,
+    BetaTimesteps,
+    Laplace,
+    LogitNormal,
+    SpeeD,
+    Stratified,
+    TimestepSampler,
+    Uniform,
+    UniformLogSNR,
+    UpdateProbe,
+)
 from schedulers.weighting import LOSS_WEIGHTINGS, weighting_table
 
 if TYPE_CHECKING:
@@ -41,6 +52,9 @@ TIMESTEP_SAMPLERS: dict[str, type[TimestepSampler]] = {
     "stratified": Stratified,
     "logit_normal": LogitNormal,
     "edm": EDM,
+    "log_snr": UniformLogSNR,
+    "laplace": Laplace,
+    "beta": BetaTimesteps,
     "speed": SpeeD,
     "loss_second_moment": LossSecondMoment,
     "ats": AdaptiveTimestepSampling,
@@ -79,8 +93,9 @@ class DiffusionLoss:
         sampler: TimestepSampler,
         weights: torch.Tensor,
         error: PixelLoss = LOSSES["l2"],
+        perturbation: float = 0.0,
     ):
-        self.process, self.sampler, self.error = process, sampler, error
+        self.process, self.sampler, self.error, self.perturbation = process, sampler, error, perturbation
         self.weights = weights  # of the loss, at every t
         self.sampler_seconds = 0.0  # that this process has spent on the sampler
         self._pending: deque[tuple[int, torch.Tensor, PendingCopy]] = deque()
@@ -96,11 +111,18 @@ class DiffusionLoss:
         """Return the error of every image: the mean of (epsilon - epsilon_theta(x_t, t))^2 over its pixels (eq. 14)."""
         x_0 = normalise(self._to_device(batch.images))
         epsilon = standard_normal(self.noise_key, self._to_device(batch.positions), batch.step, x_0.shape[1:])
-        x_t = self.process.add_noise(x_0, epsilon, t)
+        x_t = self.process.add_noise(x_0, self._perturbed(epsilon, batch), t)
         inputs = {name: self._to_device(value) for name, value in self.inputs(batch.condition).items()}
         output = network(x_t, t, **inputs).sample.float()
         target = self.process.target(x_0, epsilon, t)
         return self.error(output, target).flatten(1).mean(1)
+
+    def _perturbed(self, epsilon: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return epsilon + gamma epsilon', of which x_t is made while epsilon stays the target (Ning et al. 2023)."""
+        if self.perturbation == 0:
+            return epsilon
+        key, positions = derive_seed(self.seed, "input perturbation"), self._to_device(batch.positions)
+        return epsilon + self.perturbation * standard_normal(key, positions, batch.step, epsilon.shape[1:])
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_device(tensor, self.device)
@@ -166,7 +188,8 @@ class DiffusionLoss:
         self.processes.synchronize_device()
         self.sampler_seconds -= time.perf_counter() - started  # waiting for the training is not the sampler's time
         squared = copy(self)  # under noise of its own
-        squared.error, squared.noise_key = LOSSES["l2"], derive_seed(self.seed, "timestep sampler")
+        squared.error, squared.perturbation = LOSSES["l2"], 0.0
+        squared.noise_key = derive_seed(self.seed, "timestep sampler")
         divergences = []
         network.eval()
         with torch.no_grad(), self.processes.accelerator.autocast():
@@ -219,9 +242,9 @@ def sampler_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def build_loss(options: dict[str, object], process: ExactDDPMScheduler) -> DiffusionLoss:
-    """Build the objective that a run's options name: `timestep_sampler`, `loss_weighting`, `loss` and their own."""
+    """Build the objective that a run's options name: sampler, weighting, loss, perturbation and their own."""
     sampler, weights = build_sampler(options, process.alphas_cumprod), build_weighting(options, process)
-    return DiffusionLoss(process, sampler, weights, LOSSES[options["loss"]])
+    return DiffusionLoss(process, sampler, weights, LOSSES[options["loss"]], options["input_perturbation"])
 
 
 def build_sampler(options: dict[str, object], alphas_cumprod: torch.Tensor) -> TimestepSampler:

@@ -45,9 +45,12 @@ class TimestepSampler:
         self.num_train_timesteps = len(alphas_cumprod)
         self.set_density(torch.ones(self.num_train_timesteps))
 
-    def set_density(self, density: torch.Tensor) -> None:
-        """Draw from this density from now on; it need not sum to 1."""
-        self._density = density.double() / density.double().sum()
+    def set_density(self, density: torch.Tensor, floor: float = 0.0) -> None:
+        """Draw from this density from now on, which need not sum to 1, and a share `floor` uniformly from all t."""
+        if not 0 <= floor <= 1:
+            raise ValueError(f"floor {floor}: must be from 0 to 1")
+        density = density.double() / density.double().sum()
+        self._density = (1 - floor) * density + floor / self.num_train_timesteps
         cumulative = self._density.cumsum(0)
         self._cumulative = cumulative / cumulative[-1]
         if self.objective == "same" and not (self._density > 0).all():
@@ -178,18 +181,67 @@ class EDM(TimestepSampler):
     """ln sigma ~ N(mean, std^2) (Karras et al. 2022, table 1), t the one whose log sigma_t is nearest.
 
     sigma_t = sqrt((1 - a_t) / a_t) is the noise beside an image of unit scale. Another objective: its own weights are
-    `--loss_weighting edm`.
+    `--loss_weighting edm`. The paper has no floor.
     """
 
     objective = "changed"
 
-    def __init__(self, alphas_cumprod: torch.Tensor, mean: float = -1.2, std: float = 1.2):
+    def __init__(self, alphas_cumprod: torch.Tensor, mean: float = -1.2, std: float = 1.2, floor: float = 0.0):
         super().__init__(alphas_cumprod)
         positive(std=std)
         log_sigma = ((1 - alphas_cumprod) / alphas_cumprod).log() / 2
-        midpoints = (log_sigma[1:] + log_sigma[:-1]) / 2
-        infinity = torch.full((1,), math.inf, dtype=torch.float64)
-        self.set_density(normal_mass((torch.cat([-infinity, midpoints, infinity]) - mean) / std))
+        self.set_density(normal_mass((cells(log_sigma) - mean) / std), floor)
+
+
+class Laplace(TimestepSampler):
+    """lambda = log SNR ~ exp(-|lambda - mu| / b) / (2 b), t the nearest (Hang et al. 2024).
+
+    There lambda = mu - b sgn(1/2 - u) log(1 - 2 |u - 1/2|) for uniform u: draws gather where image and noise are
+    equally strong. Another objective, unweighted.
+    """
+
+    objective = "changed"
+
+    def __init__(self, alphas_cumprod: torch.Tensor, mu: float = 0.0, b: float = 0.5):
+        super().__init__(alphas_cumprod)
+        positive(b=b)
+        self.set_density(symmetric_mass((cells(-alphas_cumprod.logit()) + mu) / b, laplace_cumulative))
+
+
+class UniformLogSNR(TimestepSampler):
+    """lambda = log SNR uniform from `low` to `high`, with a share `floor` of the draws uniform over all t.
+
+    It is the density of the variational bound, in which the error of epsilon counts the same at every lambda (Kingma
+    et al. 2021). Another objective.
+    """
+
+    objective = "changed"
+
+    def __init__(self, alphas_cumprod: torch.Tensor, low: float = -6.5, high: float = 6.2, floor: float = 0.03):
+        super().__init__(alphas_cumprod)
+        bins = LogSNRBins(alphas_cumprod)
+        inside = bins.widths * ((bins.log_snr >= low) & (bins.log_snr <= high))
+        if not inside.any():
+            raise ValueError(f"low {low}, high {high}: no timestep's log SNR is between them")
+        self.set_density(inside, floor)
+
+
+class BetaTimesteps(TimestepSampler):
+    """t = floor(T u) with u ~ Beta(alpha, beta): the first timesteps more often (B-TTDM, Zheng et al., ECCV 2024).
+
+    The paper has beta = 1 and alpha < 1, hence p_t = ((t + 1) / T)^alpha - (t / T)^alpha. Its alpha of 0.8 is known
+    here at second hand, from a reimplementation for OneTrainer. Another objective, unweighted.
+    """
+
+    objective = "changed"
+
+    def __init__(self, alphas_cumprod: torch.Tensor, alpha: float = 0.8, beta: float = 1.0):
+        super().__init__(alphas_cumprod)
+        positive(alpha=alpha, beta=beta)
+        from scipy.special import betainc
+
+        edges = torch.linspace(0, 1, self.num_train_timesteps + 1, dtype=torch.float64)
+        self.set_density(torch.from_numpy(betainc(alpha, beta, edges.numpy())).diff())
 
 
 class SpeeD(TimestepSampler):
@@ -276,10 +328,25 @@ def speed_tau(tau: int | None, num_train_timesteps: int) -> int:
     return tau
 
 
-def normal_mass(edges: torch.Tensor) -> torch.Tensor:
-    """Compute the standard normal's mass in each cell between edges; the upper half by symmetry, for precision."""
-    below, above = torch.special.ndtr(edges), torch.special.ndtr(-edges)
+def cells(levels: torch.Tensor) -> torch.Tensor:
+    """Return the edges between which each of the rising levels is the nearest."""
+    infinity = torch.full((1,), math.inf, dtype=torch.float64)
+    return torch.cat([-infinity, (levels[1:] + levels[:-1]) / 2, infinity])
+
+
+def symmetric_mass(edges: torch.Tensor, cumulative: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Compute a distribution's mass in each cell between edges; the upper half by symmetry, for precision."""
+    below, above = cumulative(edges), cumulative(-edges)
     return torch.where(edges[1:] <= 0, below[1:] - below[:-1], above[:-1] - above[1:])
+
+
+def normal_mass(edges: torch.Tensor) -> torch.Tensor:
+    return symmetric_mass(edges, torch.special.ndtr)
+
+
+def laplace_cumulative(x: torch.Tensor) -> torch.Tensor:
+    tail = (-x.abs()).exp() / 2
+    return torch.where(x <= 0, tail, 1 - tail)
 
 
 def positive(**values: float) -> None:

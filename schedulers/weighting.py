@@ -42,14 +42,17 @@ def p2(alphas_cumprod: torch.Tensor, prediction_type: str, gamma: float = 1.0, k
     return weight_of_prediction(snr / (k + snr) ** gamma, snr, prediction_type)
 
 
-def edm(alphas_cumprod: torch.Tensor, prediction_type: str, sigma_data: float = 0.5) -> torch.Tensor:
+def edm(
+    alphas_cumprod: torch.Tensor, prediction_type: str, sigma_data: float = 0.5, cap: float | None = None
+) -> torch.Tensor:
     """lambda(sigma) = (sigma^2 + sigma_data^2) / (sigma sigma_data)^2 on the error of x_0 (Karras et al., table 1).
 
     With sigma^2 = 1 / SNR. It makes the loss of every sigma 1 for a network that knows nothing but sigma_data, in
-    EDM's own preconditioning; on epsilon it grows as sigma^2.
+    EDM's own preconditioning; on epsilon it is 1 + (sigma / sigma_data)^2, which `cap`, not the paper, keeps finite.
     """
     snr = signal_to_noise(alphas_cumprod)
-    return weight_of_prediction(snr + 1 / sigma_data**2, snr, prediction_type)
+    weight = snr + 1 / sigma_data**2
+    return weight_of_prediction(weight if cap is None else torch.minimum(weight, cap * snr), snr, prediction_type)
 
 
 def speed(

@@ -66,6 +66,7 @@ def test_the_paper_does_not_deviate_from_itself(paper_unet):
         (["--ema_warmup"], "EMA"),
         (["--mixed_precision=bf16"], "precision"),
         (["--no_random_flip"], "flips"),
+        (["--input_perturbation=0.1"], "loss"),
     ],
 )
 def test_every_deviation_is_marked(paper_unet, flags, what):

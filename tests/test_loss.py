@@ -1,5 +1,6 @@
 """The loss: each kind against its closed form, what it returns for a batch, and what a new one takes."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,12 @@ from schedulers.loss import LOSSES, DiffusionLoss, build_loss
 from schedulers.prediction import PREDICTIONS, Prediction, prediction_of
 from schedulers.timestep_samplers import Uniform
 
-HERE = SimpleNamespace(device=torch.device("cpu"), count=1)
+HERE = SimpleNamespace(
+    device=torch.device("cpu"),
+    count=1,
+    synchronize_device=lambda: None,
+    accelerator=SimpleNamespace(autocast=nullcontext),
+)
 CLOSED_FORMS = {
     "l2": lambda error: error**2,
     "l1": abs,
@@ -26,14 +32,19 @@ def network(samples: torch.Tensor, t: torch.Tensor) -> SimpleNamespace:
     return SimpleNamespace(sample=samples * 0.3 + t[:, None, None, None] / 1000)
 
 
+class Affine(torch.nn.Module):
+    def forward(self, samples: torch.Tensor, t: torch.Tensor) -> SimpleNamespace:
+        return network(samples, t)
+
+
 def batch_of(count: int = 4, step: int = 5) -> Batch:
     images = torch.arange(count * 4, dtype=torch.uint8).view(count, 1, 2, 2) * 10
     return Batch(step, images, torch.arange(count), torch.arange(count), torch.zeros(count, dtype=torch.int64))
 
 
-def loss_of(prediction_type: str = "epsilon", error: str = "l2") -> DiffusionLoss:
+def loss_of(prediction_type: str = "epsilon", error: str = "l2", perturbation: float = 0.0) -> DiffusionLoss:
     process = build_scheduler(prediction_type=prediction_type)
-    loss = DiffusionLoss(process, Uniform(process.alphas_cumprod), torch.ones(1000), LOSSES[error])
+    loss = DiffusionLoss(process, Uniform(process.alphas_cumprod), torch.ones(1000), LOSSES[error], perturbation)
     loss.start(seed=3, batch_size=4, channels=1, inputs=lambda rows: {}, processes=HERE)
     return loss
 
@@ -55,6 +66,45 @@ def test_the_error_of_an_image_is_that_of_algorithm_1(name):
     output = network(a_t.sqrt() * x_0 + (1 - a_t).sqrt() * epsilon, t).sample
     expected = [sum(CLOSED_FORMS[name](e) for e in image) / 4 for image in (output - epsilon).flatten(1).tolist()]
     torch.testing.assert_close(loss(network, batch, t).double(), torch.tensor(expected).double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+def test_input_perturbation_noises_the_image_more_and_keeps_the_target(prediction_type):
+    loss, batch, seen = loss_of(prediction_type, perturbation=0.1), batch_of(), []
+
+    def remember(samples: torch.Tensor, t: torch.Tensor) -> SimpleNamespace:
+        seen.append(samples)
+        return network(samples, t)
+
+    t = torch.tensor([0, 10, 500, 999])
+    error = loss(remember, batch, t)
+    x_0 = batch.images.double() / 127.5 - 1
+    epsilon, other = (
+        standard_normal(derive_seed(3, key), batch.positions, 5, (1, 2, 2)).double()
+        for key in ("noise", "input perturbation")
+    )
+    a_t = loss.process.alphas_cumprod[t][:, None, None, None]
+    x_t = a_t.sqrt() * x_0 + (1 - a_t).sqrt() * (epsilon + 0.1 * other)
+    target = epsilon if prediction_type == "epsilon" else a_t.sqrt() * epsilon - (1 - a_t).sqrt() * x_0
+    torch.testing.assert_close(seen[0].double(), x_t, rtol=1e-5, atol=1e-6)
+    expected = (network(x_t, t).sample - target).square().flatten(1).mean(1)
+    torch.testing.assert_close(error.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_sampler_compares_around_an_update_is_not_perturbed():
+    batch, t = batch_of(), torch.tensor([1, 10, 500, 999])
+    rows, net = torch.arange(4), Affine()
+    plain, perturbed = (loss_of(perturbation=gamma)._divergences(net, batch, rows, t, rows) for gamma in (0.0, 0.1))
+    assert torch.equal(plain, perturbed)
+
+
+def test_a_run_with_input_perturbation_says_so(train, tmp_path, capsys):
+    run = train(tmp_path / "run", "--input_perturbation=0.1", "--max_train_steps=2")
+    shown = capsys.readouterr().err
+    assert "! loss          | l2                                           | l2, input perturbed by 0.1" in shown
+    train(tmp_path / "run", "--max_train_steps=3")
+    assert "input_perturbation 0.1 -> 0.0. From step 2 on" in capsys.readouterr().err
+    assert losses_of(run) != losses_of(train(tmp_path / "plain", "--max_train_steps=3"))
 
 
 def test_a_batch_in_passes_has_the_errors_of_the_whole():

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, losses_of
-from scipy.stats import chi2, norm
+from scipy.stats import beta, chi2, norm
 
 from common.errors import UserError
 from common.randomness import generator_for
@@ -49,6 +49,18 @@ def closed_form(name: str, batch_size: int = 128) -> np.ndarray:
         above = np.searchsorted(own, log_sigma).clip(1, T - 1)
         nearest = np.where(log_sigma - own[above - 1] < own[above] - log_sigma, above - 1, above)
         return np.bincount(nearest, minlength=T) / 1_000_000
+    if name == "laplace":
+        u = (np.arange(1_000_000) + 0.5) / 1_000_000
+        log_snr = -0.5 * np.sign(0.5 - u) * np.log1p(-2 * np.abs(u - 0.5))
+        own = np.log(A / (1 - A))
+        nearest = T - 1 - np.rint(np.interp(log_snr, own[::-1], t)).astype(int)
+        return np.bincount(nearest, minlength=T) / 1_000_000
+    if name == "log_snr":
+        own = np.log(A / (1 - A))
+        share = np.where((own >= -6.5) & (own <= 6.2), -np.gradient(own), 0)
+        return 0.97 * share / share.sum() + 0.03 / T
+    if name == "beta":
+        return ((t + 1) / T) ** 0.8 - (t / T) ** 0.8
     if name == "speed":
         first = np.where(t < 700, 5, 1) / (700 * 5 + 300)
         duals = np.zeros(T)
@@ -81,7 +93,11 @@ def test_densities_are_the_closed_forms(name):
     assert density.dtype == torch.float64
     assert density.sum().item() == pytest.approx(1, abs=1e-12)
     assert (density >= 0).all()
-    np.testing.assert_allclose(density.numpy(), closed_form(name), rtol=1e-9, atol=1e-12 if name != "edm" else 2e-6)
+    np.testing.assert_allclose(density.numpy(), closed_form(name), rtol=1e-9, atol=COUNTED.get(name, 1e-12))
+
+
+# Closed forms that count a million equally likely noise levels.
+COUNTED = {"edm": 2e-6, "laplace": 2e-6}
 
 
 @pytest.mark.parametrize("name", TIMESTEP_SAMPLERS)
@@ -171,7 +187,7 @@ def test_stratified_covers_every_slice():
         assert (weights == 1).all()
 
 
-STRATIFIED = ("uniform", "logit_normal", "edm", "speed", "loss_second_moment")
+STRATIFIED = ("uniform", "logit_normal", "edm", "log_snr", "laplace", "beta", "speed", "loss_second_moment")
 
 
 @pytest.mark.parametrize("name", STRATIFIED)
@@ -187,8 +203,8 @@ def test_stratification_keeps_the_marginals_and_cuts_the_variance(name):
             assert 1e-3 < p < 1 - 1e-3
         means.append(loss[batches].mean(1))
     assert abs(means[0].mean() - means[1].mean()) < 4 * means[0].std() / math.sqrt(2000)
-    # Of SpeeD's evenly spread pairs two are cut in the middle, at random.
-    assert means[1].var() < (0.1 if name == "speed" else 0.002) * means[0].var()
+    # Of SpeeD's evenly spread pairs two are cut in the middle, at random; the slices in Laplace's tails are wide.
+    assert means[1].var() < {"speed": 0.1, "laplace": 0.01}.get(name, 0.002) * means[0].var()
 
 
 def learned(name: str) -> TimestepSampler:
@@ -237,6 +253,29 @@ def test_the_same_objective_needs_every_timestep():
         Half(LINEAR)
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("steps", [50, 1000, 4000])
+def test_log_snr_is_uniform_between_its_bounds_whatever_the_schedule(schedule, steps):
+    cumulative = build_scheduler(schedule, steps).alphas_cumprod
+    density, log_snr = make("log_snr", alphas_cumprod=cumulative, floor=0.0).describe(), cumulative.logit()
+    drawn = density > 0
+    assert torch.equal(drawn, (log_snr >= -6.5) & (log_snr <= 6.2))
+    per_unit = density[1:-1] / ((log_snr[:-2] - log_snr[2:]) / 2)
+    torch.testing.assert_close(per_unit[drawn[1:-1]].max(), per_unit[drawn[1:-1]].min(), rtol=1e-9, atol=0)
+    assert make("log_snr", alphas_cumprod=cumulative).least_probability >= 0.03 / steps - 1e-15
+
+
+def test_a_floor_mixes_uniform_draws_in():
+    expected = 0.95 * make("edm").describe() + 0.05 / T
+    torch.testing.assert_close(make("edm", floor=0.05).describe(), expected, rtol=1e-12, atol=0)
+
+
+def test_beta_has_both_parameters():
+    t = np.arange(T + 1) / T
+    expected = np.diff(beta(0.6, 1.7).cdf(t))
+    np.testing.assert_allclose(make("beta", alpha=0.6, beta=1.7).describe(), expected, rtol=1e-9)
+
+
 def test_speed_draws_pairs():
     sampler = make("speed")
     assert sampler.mirror == 642  # of the linear schedule
@@ -256,6 +295,10 @@ def test_speed_draws_pairs():
     [
         ("logit_normal", {"std": 0.0}, "std 0.0: must be greater than 0"),
         ("edm", {"std": -1.0}, "std -1.0"),
+        ("edm", {"floor": 1.5}, "floor 1.5: must be from 0 to 1"),
+        ("log_snr", {"low": 3.0, "high": 2.0}, "low 3.0, high 2.0: no timestep's log SNR is between them"),
+        ("laplace", {"b": 0.0}, "b 0.0: must be greater than 0"),
+        ("beta", {"alpha": 0.0}, "alpha 0.0"),
         ("loss_second_moment", {"history": 0}, "history 0"),
         ("loss_second_moment", {"uniform": 2.0}, "uniform 2.0"),
         ("ats", {"grid": 2}, "grid 2: must be from the 3"),
@@ -276,7 +319,7 @@ def test_every_option_belongs_to_an_argument_and_has_its_default():
         for name, function in registry.items():
             for argument in list(inspect.signature(function).parameters.values())[general:]:
                 arguments[f"{name}_{argument.name.rstrip('_')}"] = argument.default
-    general = ("timestep_sampler", "stratified", "loss_weighting", "loss", "timestep_sampler_options")
+    general = "timestep_sampler stratified loss_weighting loss input_perturbation timestep_sampler_options".split()
     assert arguments == {name: default for name, default in options.items() if name not in general}
 
 

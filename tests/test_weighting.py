@@ -62,6 +62,9 @@ def test_options():
     np.testing.assert_allclose(weighting_table("p2", cumulative, "epsilon", gamma=0.5), (1 - a) ** 0.5, rtol=1e-6)
     np.testing.assert_allclose(weighting_table("p2", cumulative, "epsilon", k=2.0), 1 / (2 + snr), rtol=1e-6)
     np.testing.assert_allclose(weighting_table("edm", cumulative, "sample", sigma_data=1.0), snr + 1, rtol=1e-6)
+    for prediction_type, ratio in {"epsilon": snr, "sample": 1, "v_prediction": snr + 1}.items():
+        capped = np.minimum(1 + 4 / snr, 5) * snr / ratio  # at most 5 on epsilon, whatever is predicted
+        np.testing.assert_allclose(weighting_table("edm", cumulative, prediction_type, cap=5.0), capped, rtol=1e-6)
     np.testing.assert_allclose(
         weighting_table("soft_min_snr", cumulative, "sample", gamma=5.0), 5 * snr / (snr + 5), rtol=1e-6
     )

@@ -59,7 +59,7 @@ def audit(run: Run) -> list[Row]:
         Row("variance", "fixed_large", scheduler.config.variance_type),
         Row("prediction", "epsilon", scheduler.config.prediction_type),
         Row("timesteps", "uniform", describe_choice(config, config.timestep_sampler, config.stratified)),
-        Row("loss", "l2", config.loss),
+        Row("loss", "l2", describe_loss(config)),
         Row("loss weights", "none", describe_choice(config, config.loss_weighting)),
         Row("optimiser", "Adam(0.9, 0.999), eps 1e-08, decay 0, clip 1", optimizer),
         Row("learning rate", "0.0002, constant_with_warmup, 5000 steps", rate),
@@ -102,6 +102,11 @@ def describe_choice(config: TrainingConfig, name: str, stratified: bool = False)
     changed = {entry.name: getattr(config, entry.name) for entry in own if getattr(config, entry.name) != entry.default}
     options = ", ".join(f"{option.removeprefix(f'{name}_')} {value:g}" for option, value in changed.items())
     return name + (f" ({options})" if options else "") + (", stratified" if stratified else "")
+
+
+def describe_loss(config: TrainingConfig) -> str:
+    perturbation = config.input_perturbation
+    return f"{config.loss}, input perturbed by {perturbation:g}" if perturbation else config.loss
 
 
 def describe_ema(ema: EMA | None) -> str:
