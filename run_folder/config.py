@@ -33,8 +33,8 @@ PAPER_STEPS = 800_000
 PAPER_BATCH_SIZE = 128
 
 # TIMESTEP_SAMPLERS of schedulers/loss.py by what they train, without importing torch.
-SAME_OBJECTIVE = ("uniform", "stratified", "loss_second_moment")
-CHANGED_OBJECTIVE = ("logit_normal", "edm", "log_snr", "laplace", "beta", "speed", "ats")
+SAME_OBJECTIVE = ("uniform", "stratified", "loss_second_moment", "kingma_gao")
+CHANGED_OBJECTIVE = ("logit_normal", "edm", "log_snr", "laplace", "beta", "speed", "infonoise", "edm2", "ats")
 
 
 @section("condition")
@@ -103,7 +103,7 @@ class TimestepOptions:
         f"{', '.join(CHANGED_OBJECTIVE)}. Or a class in a file of your own: my_file.py:MySampler.",
     )
     stratified: bool = option(False, "Spread each batch evenly over the sampler's density, whatever that is.")
-    loss_weighting: Literal["none", "min_snr", "soft_min_snr", "p2", "edm", "speed"] = option(
+    loss_weighting: Literal["none", "min_snr", "soft_min_snr", "p2", "edm", "sigmoid", "speed"] = option(
         "none", "Weight of the loss at each timestep; all but none change the objective."
     )
     loss: Literal["l2", "l1", "huber"] = option(
@@ -136,6 +136,17 @@ class TimestepOptions:
     speed_lambda: float = option(0.6, "Weights below tau lie between 1 - lambda and lambda.", UP_TO_ONE)
     loss_second_moment_history: int = option(10, "Losses remembered of every timestep.", POSITIVE)
     loss_second_moment_uniform: float = option(0.001, "Share of uniform draws.", POSITIVE)
+    kingma_gao_bins: int = option(100, "Bins of log SNR.", POSITIVE)
+    kingma_gao_history: int = option(1000, "Losses averaged in every bin.", POSITIVE)
+    kingma_gao_floor: float = option(0.001, "Share of uniform draws.", UP_TO_ONE)
+    infonoise_c: float = option(0.15, "The noise sigma below which information counts less and less.", NOT_NEGATIVE)
+    infonoise_bins: int = option(64, "Bins of log SNR.", POSITIVE)
+    infonoise_history: int = option(256, "Losses averaged in every bin.", POSITIVE)
+    infonoise_floor: float = option(0.0, "Share of uniform draws.", UP_TO_ONE)
+    edm2_mean: float = option(-0.4, "Mean of ln sigma.")
+    edm2_std: float = option(1.0, "Standard deviation of ln sigma.", POSITIVE)
+    edm2_floor: float = option(0.0, "Share of uniform draws.", UP_TO_ONE)
+    edm2_learning_rate: float = option(0.01, "Learning rate of the expected loss.", POSITIVE)
     ats_interval: int = option(40, "Steps between updates of the policy.", POSITIVE)
     ats_grid: int = option(50, "Timesteps whose losses are compared before and after an update.", POSITIVE)
     ats_queue: int = option(20, "Comparisons remembered for the choice of timesteps.", POSITIVE)
@@ -144,6 +155,7 @@ class TimestepOptions:
     ats_learning_rate: float = option(0.01, "Learning rate of the policy.", POSITIVE)
     min_snr_gamma: float = option(5.0, "The signal-to-noise ratio is cut off here.", POSITIVE, aliases="snr_gamma")
     soft_min_snr_gamma: float = option(4.0, "The signal-to-noise ratio saturates here.", POSITIVE)
+    sigmoid_k: float = option(2.0, "The log SNR at which the sigmoid is one half.")
     p2_gamma: float = option(1.0, "Exponent of 1 / (k + SNR).", NOT_NEGATIVE)
     p2_k: float = option(1.0, "k of 1 / (k + SNR).", POSITIVE)
 

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch.distributions import Beta
 
 from common.machine import to_device
-from schedulers.timestep_samplers import TimestepSampler, UpdateProbe, positive
+from common.randomness import generator_for
+from schedulers.prediction import signal_to_noise
+from schedulers.timestep_samplers import EDM, LogSNRBins, TimestepSampler, UpdateProbe, positive
 
 
 class LossSecondMoment(TimestepSampler):
@@ -61,6 +63,175 @@ def load_into(tensor: torch.Tensor, saved: torch.Tensor, name: str) -> None:
     if saved.shape != tensor.shape:
         raise ValueError(f"{name} of its timestep sampler has the shape {tuple(saved.shape)}")
     tensor.copy_(saved)
+
+
+class BinnedLosses(TimestepSampler):
+    """A density over lambda = log SNR that follows the average loss in equal bins of it.
+
+    Averages are over about the latest `history` losses of a bin. Uniform over t until every bin has had ten.
+    """
+
+    signal: str  # the name of what is averaged
+
+    def __init__(self, alphas_cumprod: torch.Tensor, bins: int, history: int, floor: float):
+        super().__init__(alphas_cumprod)
+        positive(bins=bins, history=history)
+        self.bins, self.history, self.floor = LogSNRBins(alphas_cumprod, bins), history, floor
+        self.averages = torch.zeros(len(self.bins), dtype=torch.float64)
+        self.counts = torch.zeros(len(self.bins), dtype=torch.int64)
+
+    def rated(self, timesteps: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
+        """Restate losses as what is averaged."""
+        raise NotImplementedError
+
+    def density(self, averages: torch.Tensor) -> torch.Tensor:
+        """Return p_t, up to a factor, for the average of every t's bin."""
+        raise NotImplementedError
+
+    @property
+    def known(self) -> torch.Tensor | None:
+        """Return the average of every t's bin, once there is one of every bin."""
+        return self.averages[self.bins.of_timestep] if (self.counts >= 10).all() else None
+
+    def signals(self) -> dict[str, torch.Tensor]:
+        return {} if self.known is None else {self.signal: self.known}
+
+    @property
+    def least_probability(self) -> float:
+        return self.floor / self.num_train_timesteps
+
+    def observe(self, step: int, timesteps: torch.Tensor, losses: torch.Tensor) -> None:
+        bins = self.bins.of_timestep[timesteps]
+        new = torch.bincount(bins, minlength=len(self.bins))
+        sums = torch.bincount(bins, self.rated(timesteps, losses), minlength=len(self.bins))
+        self.counts += new
+        # The mean of all losses at first, then one in which each has the share 1 / history.
+        share = (new.double() / self.counts.clamp(min=1, max=self.history)).clamp(max=1)
+        self.averages += share * (sums / new.clamp(min=1) - self.averages)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self.known is not None:
+            self.set_density(self.density(self.known), self.floor)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"averages": self.averages, "counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        load_into(self.averages, state["averages"], "averages")
+        self.counts.copy_(state["counts"])
+        self._refresh()
+
+
+class KingmaGao(BinnedLosses):
+    """p(lambda) proportional to the expected weighted loss at lambda (Kingma & Gao 2023, adaptive noise schedule).
+
+    Weighted by 1 / (T p_t), so that the objective stays that of the loss weighting, which is `sigmoid` in the paper.
+    """
+
+    signal = "loss_per_log_snr"
+
+    def __init__(self, alphas_cumprod: torch.Tensor, bins: int = 100, history: int = 1000, floor: float = 0.001):
+        super().__init__(alphas_cumprod, bins, history, floor)
+
+    def rated(self, timesteps: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
+        """Divide by the part of the range of lambda that a timestep stands for: the loss per unit of lambda."""
+        return losses / self.bins.widths[timesteps]
+
+    def density(self, averages: torch.Tensor) -> torch.Tensor:
+        return averages * self.bins.widths
+
+
+class InfoNoise(BinnedLosses):
+    """p(lambda) such that p w follows the entropy rate, gated at low noise (Raya et al. 2026, eqs. 13 to 15).
+
+    A unit of lambda = log SNR brings SNR mmse / 2 nats about x_0 (I-MMSE), and the network's error of x_0, which is at
+    most 1 for pixels in [-1, 1], stands for the least one. With w, what the loss counts that error, sigma^2 = 1 / SNR
+    and the gate g = sigma^3 / (sigma^3 + c^3),
+
+        p(lambda) ~ g SNR error / w
+
+    c is the paper's for CIFAR-10, where w is `--loss_weighting edm`; for bins and history it has no values. Another
+    objective.
+    """
+
+    objective = "changed"
+    needs_squared_errors = True
+    signal = "x_0_error"
+
+    def __init__(
+        self, alphas_cumprod: torch.Tensor, c: float = 0.15, bins: int = 64, history: int = 256, floor: float = 0.0
+    ):
+        super().__init__(alphas_cumprod, bins, history, floor)
+        if c < 0:
+            raise ValueError(f"c {c}: must be 0 or greater")
+        snr = signal_to_noise(alphas_cumprod)
+        self.gated = self.bins.widths * snr / (1 + c**3 * snr**1.5)
+
+    def rated(self, timesteps: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
+        """Return the squared errors of x_0."""
+        return losses / self.x_0_weights[timesteps]
+
+    def density(self, averages: torch.Tensor) -> torch.Tensor:
+        return self.gated * averages.clamp(max=1) / self.x_0_weights
+
+
+class EDM2(EDM):
+    """Losses divided by what is learned to be expected, exp(u): u(sigma) lowers loss / exp(u) + u (Karras et al. 2024).
+
+    Eqs. 14 to 16 and 21. u is a linear layer on 128 random Fourier features of ln(sigma) / 4, trained by Adam on the
+    network's losses; timesteps are EDM's with another mean and deviation, and `--loss_weighting edm` belongs to it.
+    Unlike in the authors' code u starts at 0, not at random, its layer is not normalised, its learning rate does not
+    decay, and it learns from losses of two steps before. Another objective.
+    """
+
+    def __init__(
+        self,
+        alphas_cumprod: torch.Tensor,
+        mean: float = -0.4,
+        std: float = 1.0,
+        floor: float = 0.0,
+        learning_rate: float = 0.01,
+    ):
+        super().__init__(alphas_cumprod, mean, std, floor)
+        positive(learning_rate=learning_rate)
+        self.learning_rate = learning_rate
+        frequencies = torch.randn(128, generator=generator_for("edm2", "frequencies"), dtype=torch.float64)
+        phases = torch.rand(128, generator=generator_for("edm2", "phases"), dtype=torch.float64)
+        log_sigma = -alphas_cumprod.logit()[:, None] / 2
+        angles = 2 * math.pi * (log_sigma / 4 * frequencies + phases)
+        self.features = angles.cos() * math.sqrt(2 / 128)
+        self.layer = torch.zeros(128, dtype=torch.float64)
+        self.first, self.second = torch.zeros_like(self.layer), torch.zeros_like(self.layer)  # moments of its gradient
+        self.updates = torch.zeros((), dtype=torch.int64)
+        self._refresh()
+
+    def observe(self, step: int, timesteps: torch.Tensor, losses: torch.Tensor) -> None:
+        ratio = losses * (-self.log_expected[timesteps]).exp()
+        gradient = ((1 - ratio)[:, None] * self.features[timesteps]).sum(0) / max(1, len(losses))
+        self.updates += 1
+        self.first.lerp_(gradient, 0.1)
+        self.second.lerp_(gradient.square(), 0.01)
+        updates = self.updates.item()
+        first, second = self.first / (1 - 0.9**updates), self.second / (1 - 0.99**updates)
+        self.layer -= self.learning_rate * first / (second.sqrt() + 1e-8)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        # A sum for each row, which has one order however many threads there are.
+        self.log_expected = (self.features * self.layer).sum(1)
+        self._corrections = (-self.log_expected).exp().float()
+
+    def signals(self) -> dict[str, torch.Tensor]:
+        return {"expected_loss": self.log_expected.exp()} if self.updates else {}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"layer": self.layer, "first": self.first, "second": self.second, "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            load_into(tensor, state[name], name)
+        self._refresh()
 
 
 @dataclass(eq=False)

@@ -28,8 +28,9 @@ from common.errors import UserError
 from common.machine import PendingCopy, to_device
 from common.processes import Processes
 from common.randomness import derive_seed, generator_for, standard_normal
-from schedulers.adaptive_samplers import AdaptiveTimestepSampling, LossSecondMoment
+from schedulers.adaptive_samplers import EDM2, AdaptiveTimestepSampling, InfoNoise, KingmaGao, LossSecondMoment
 from schedulers.ddpm import ExactDDPMScheduler
+from schedulers.prediction import prediction_of, signal_to_noise
 from schedulers.timestep_samplers import (
     EDM,
     BetaTimesteps,
@@ -57,6 +58,9 @@ TIMESTEP_SAMPLERS: dict[str, type[TimestepSampler]] = {
     "beta": BetaTimesteps,
     "speed": SpeeD,
     "loss_second_moment": LossSecondMoment,
+    "kingma_gao": KingmaGao,
+    "infonoise": InfoNoise,
+    "edm2": EDM2,
     "ats": AdaptiveTimestepSampling,
 }
 
@@ -244,6 +248,10 @@ def sampler_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def build_loss(options: dict[str, object], process: ExactDDPMScheduler) -> DiffusionLoss:
     """Build the objective that a run's options name: sampler, weighting, loss, perturbation and their own."""
     sampler, weights = build_sampler(options, process.alphas_cumprod), build_weighting(options, process)
+    if sampler.needs_squared_errors and options["loss"] != "l2":
+        raise UserError(f"--loss {options['loss']}: {options['timestep_sampler']} learns from squared errors, of l2")
+    error_ratio = prediction_of(process.config.prediction_type).error_ratio
+    sampler.x_0_weights = weights.double() * error_ratio(signal_to_noise(process.alphas_cumprod))
     return DiffusionLoss(process, sampler, weights, LOSSES[options["loss"]], options["input_perturbation"])
 
 

@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from schedulers.prediction import signal_to_noise
+
 
 @dataclass(frozen=True)
 class UpdateProbe:
@@ -40,9 +42,12 @@ class TimestepSampler:
 
     objective: Literal["same", "changed"] = "same"
     stratified = False
+    needs_squared_errors = False  # in what it observes, so that those of x_0 follow
 
     def __init__(self, alphas_cumprod: torch.Tensor):
         self.num_train_timesteps = len(alphas_cumprod)
+        # What a squared error of x_0 counts at every t in the losses that it observes; here that of epsilon counts 1.
+        self.x_0_weights = signal_to_noise(alphas_cumprod)
         self.set_density(torch.ones(self.num_train_timesteps))
 
     def set_density(self, density: torch.Tensor, floor: float = 0.0) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from schedulers.prediction import signal_to_noise, weight_of_prediction
-from schedulers.timestep_samplers import speed_tau
+from schedulers.timestep_samplers import LogSNRBins, speed_tau
 
 
 def none(alphas_cumprod: torch.Tensor, prediction_type: str) -> torch.Tensor:
@@ -55,6 +55,17 @@ def edm(
     return weight_of_prediction(weight if cap is None else torch.minimum(weight, cap * snr), snr, prediction_type)
 
 
+def sigmoid(alphas_cumprod: torch.Tensor, prediction_type: str, k: float = 2.0) -> torch.Tensor:
+    """sigmoid(k - lambda) (-d lambda / dt) on the error of epsilon, over its mean (Kingma & Gao 2023).
+
+    lambda = log SNR. As sigmoid(k - lambda) rises with the noise, it is a variational bound, of images with noise.
+    """
+    bins = LogSNRBins(alphas_cumprod)
+    weight = (k - bins.log_snr).sigmoid() * bins.widths
+    snr = signal_to_noise(alphas_cumprod)
+    return weight_of_prediction(snr * weight / weight.mean(), snr, prediction_type)
+
+
 def speed(
     alphas_cumprod: torch.Tensor, prediction_type: str, tau: int | None = None, lambda_: float = 0.6
 ) -> torch.Tensor:
@@ -76,6 +87,7 @@ LOSS_WEIGHTINGS: dict[str, Callable[..., torch.Tensor]] = {
     "soft_min_snr": soft_min_snr,
     "p2": p2,
     "edm": edm,
+    "sigmoid": sigmoid,
     "speed": speed,
 }
 

@@ -22,10 +22,20 @@ import training.setup
 from common.errors import UserError
 from common.randomness import generator_for
 from run_folder.checkpoints import copy_out
-from schedulers.adaptive_samplers import TRIES, AdaptiveTimestepSampling, LossSecondMoment, beta_draws, most_telling
+from run_folder.config import TrainingConfig
+from schedulers.adaptive_samplers import (
+    EDM2,
+    TRIES,
+    AdaptiveTimestepSampling,
+    InfoNoise,
+    KingmaGao,
+    LossSecondMoment,
+    beta_draws,
+    most_telling,
+)
 from schedulers.ddpm import build_scheduler
-from schedulers.loss import DiffusionLoss
-from schedulers.timestep_samplers import UpdateProbe
+from schedulers.loss import DiffusionLoss, build_loss
+from schedulers.timestep_samplers import TimestepSampler, UpdateProbe
 from training.update import Update
 
 T = 20
@@ -64,6 +74,147 @@ def test_no_timestep_is_forgotten():
     sampler.observe(0, torch.arange(T), torch.zeros(T, dtype=torch.float64).index_fill(0, torch.tensor(3), 1.0))
     assert sampler.describe().min().item() == pytest.approx(sampler.least_probability) == pytest.approx(0.001 / T)
     assert sampler.describe()[3].item() == pytest.approx(0.999 + 0.001 / T)
+
+
+# Average losses by log SNR.
+
+PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
+
+
+def widths(cumulative: np.ndarray) -> np.ndarray:
+    log_snr = np.log(cumulative / (1 - cumulative))
+    return np.diff(np.concatenate([log_snr[:1], (log_snr[1:] + log_snr[:-1]) / 2, log_snr[-1:]])) * -1
+
+
+def test_averages_are_those_of_all_losses_then_of_the_latest():
+    sampler = KingmaGao(CUMULATIVE, bins=4, history=15)
+    per_unit, average, count = widths(CUMULATIVE.numpy()), np.zeros(4), np.zeros(4)
+    for step in range(30):
+        timesteps, _ = sampler.sample(16, generator_for("timesteps", step))
+        losses = torch.rand(16, generator=generator_for("losses", step), dtype=torch.float64)
+        sampler.observe(step, timesteps, losses)
+        for bin in range(4):
+            mine = (sampler.bins.of_timestep[timesteps] == bin).numpy()
+            if mine.any():
+                count[bin] += mine.sum()
+                rated = losses.numpy()[mine] / per_unit[timesteps.numpy()[mine]]
+                share = mine.sum() / min(count[bin], 15)
+                average[bin] = (1 - share) * average[bin] + share * rated.mean()
+        np.testing.assert_allclose(sampler.averages, average, rtol=1e-9)
+        if count.min() < 10:
+            assert (sampler.describe() == 1 / T).all()
+            assert sampler.signals() == {}
+    assert count.min() > 15
+    expected = average[sampler.bins.of_timestep] * per_unit
+    expected = 0.999 * expected / expected.sum() + 0.001 / T
+    np.testing.assert_allclose(sampler.describe(), expected, rtol=1e-9)
+    np.testing.assert_allclose(sampler._corrections, 1 / (T * expected), rtol=1e-6)
+    np.testing.assert_allclose(sampler.signals()["loss_per_log_snr"], average[sampler.bins.of_timestep], rtol=1e-9)
+
+
+def gaussian_channel(weighting: str, prediction_type: str, **options) -> tuple[InfoNoise, np.ndarray, np.ndarray]:
+    """InfoNoise after the losses of the best network for Gaussian images of variance 1/4; their errors, and SNR."""
+    process = build_scheduler(prediction_type=prediction_type)
+    config = TrainingConfig(
+        timestep_sampler="infonoise", loss_weighting=weighting, prediction_type=prediction_type, infonoise_bins=1000
+    )
+    loss = build_loss(vars(config) | options, process)
+    snr = process.alphas_cumprod / (1 - process.alphas_cumprod)
+    mmse = 1 / (snr + 4)
+    ratio = {"epsilon": snr, "sample": 1, "v_prediction": snr + 1}[prediction_type]
+    steps = torch.arange(1000)
+    for step in range(10):
+        loss.sampler.observe(step, steps, loss.weights.double() * ratio * mmse)
+    return loss.sampler, mmse.numpy(), snr.numpy()
+
+
+@pytest.mark.parametrize("prediction_type", PREDICTION_TYPES)
+@pytest.mark.parametrize("weighting", ["none", "edm"])
+def test_infonoise_draws_times_weights_follow_the_gated_entropy_rate(weighting, prediction_type):
+    """Of a Gaussian source, for which it is known, whatever is predicted and weighted."""
+    sampler, mmse, snr = gaussian_channel(weighting, prediction_type)
+    np.testing.assert_allclose(sampler.signals()["x_0_error"], mmse, rtol=0.02)
+    cumulative = build_scheduler().alphas_cumprod.numpy()
+    ratio = {"epsilon": snr, "sample": 1, "v_prediction": snr + 1}[prediction_type]
+    weight_of_x_0 = snr + 4 if weighting == "edm" else ratio
+    sigma = snr**-0.5
+    rate = snr * mmse * sigma**3 / (sigma**3 + 0.15**3) * widths(cumulative)
+    allocation = sampler.describe().numpy() * weight_of_x_0
+    np.testing.assert_allclose(allocation / allocation.sum(), rate / rate.sum(), rtol=0.04)
+
+
+def test_infonoise_does_not_take_a_bad_network_for_information():
+    """Pixels in [-1, 1] have an error of at most 1; that of an epsilon network at high noise is a million."""
+    good, _, _ = gaussian_channel("none", "epsilon")
+    steps = torch.arange(1000)
+    for step in range(1000):
+        good.observe(step, steps, torch.ones(1000, dtype=torch.float64))
+    density, per_unit = good.describe().numpy(), widths(build_scheduler().alphas_cumprod.numpy())
+    np.testing.assert_allclose(density[900:990] / per_unit[900:990], density[900] / per_unit[900], rtol=1e-3)
+
+
+@pytest.mark.parametrize("error", ["l1", "huber"])
+def test_infonoise_needs_squared_errors(error):
+    config = TrainingConfig(timestep_sampler="infonoise", loss=error)
+    with pytest.raises(UserError, match=f"--loss {error}: infonoise learns from squared errors"):
+        build_loss(vars(config), build_scheduler())
+
+
+# EDM2's learned expectation.
+
+
+def test_edm2_weighs_losses_by_one_over_their_expectation():
+    cumulative = build_scheduler().alphas_cumprod
+    sampler = EDM2(cumulative)
+    assert (sampler._corrections == 1).all()
+    expected = torch.exp(-torch.arange(1000, dtype=torch.float64) / 150) + 0.01
+    for step in range(3000):
+        timesteps, weights = sampler.sample(64, generator_for("timesteps", step))
+        chance = 0.5 + torch.rand(64, generator=generator_for("losses", step), dtype=torch.float64)
+        sampler.observe(step, timesteps, expected[timesteps] * chance)
+    timesteps, weights = sampler.sample(1000, generator_for("timesteps"))
+    ratio = weights * expected[timesteps]
+    assert ratio.mean().item() == pytest.approx(1, abs=0.05)
+    assert ratio.std() < 0.2
+    torch.testing.assert_close(weights, 1 / sampler.signals()["expected_loss"][timesteps].float())
+
+
+def test_edm2_learns_as_autograd_and_adam_do():
+    sampler = EDM2(CUMULATIVE)
+    layer = torch.zeros(128, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([layer], lr=0.01, betas=(0.9, 0.99))
+    for step in range(20):
+        timesteps, _ = sampler.sample(16, generator_for("timesteps", step))
+        losses = torch.rand(16, generator=generator_for("losses", step), dtype=torch.float64)
+        u = sampler.features[timesteps] @ layer
+        (losses / u.exp() + u).mean().backward()
+        adam.step()
+        adam.zero_grad()
+        sampler.observe(step, timesteps, losses)
+        torch.testing.assert_close(sampler.layer, layer.detach(), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("make", [partial(KingmaGao, bins=4), partial(InfoNoise, bins=4), EDM2])
+def test_a_restored_state_draws_and_learns_the_same(make):
+    def learn(sampler: TimestepSampler, steps: range) -> list[torch.Tensor]:
+        drawn = []
+        for step in steps:
+            timesteps, weights = sampler.sample(16, generator_for("timesteps", step))
+            drawn += [timesteps, weights]
+            sampler.observe(step, timesteps, torch.rand(16, generator=generator_for("losses", step)).double())
+        return drawn
+
+    whole, parts = make(CUMULATIVE), make(CUMULATIVE)
+    learn(parts, range(15))
+    restored = make(CUMULATIVE)
+    restored.load_state_dict({name: tensor.clone() for name, tensor in parts.state_dict().items()})
+    assert torch.equal(restored.describe(), parts.describe())
+    for mine, theirs in zip(learn(whole, range(30))[30:], learn(restored, range(15, 30)), strict=True):
+        assert torch.equal(mine, theirs)
+    other = make(CUMULATIVE, bins=3) if make is not EDM2 else None
+    if other is not None:
+        with pytest.raises(ValueError, match="averages of its timestep sampler has the shape"):
+            other.load_state_dict(parts.state_dict())
 
 
 # ATS.
@@ -168,12 +319,15 @@ def test_an_update_that_changes_nothing_has_no_effect_to_the_bit(train, tmp_path
 
 LEARNING = {
     "loss_second_moment": ["--timestep_sampler=loss_second_moment", "--loss_second_moment_history=2"],
+    "infonoise": ["--timestep_sampler=infonoise", "--infonoise_bins=2", "--loss_weighting=edm"],
+    "kingma_gao": ["--timestep_sampler=kingma_gao", "--kingma_gao_bins=2", "--loss_weighting=sigmoid"],
+    "edm2": ["--timestep_sampler=edm2", "--loss_weighting=edm"],
     "ats": ["--timestep_sampler=ats", "--ats_interval=2", "--ats_grid=10", "--ats_queue=4"],
 }
 FLAGS = [f"--ddpm_num_steps={T}", "--ddpm_num_inference_steps=2", "--logging_steps=3", "--save_images_steps=100"]
 
 
-@pytest.mark.parametrize("name", LEARNING)
+@pytest.mark.parametrize("name", ["loss_second_moment", "infonoise", "edm2", "ats"])
 def test_resumed_equals_uninterrupted(name, train, tmp_path):
     """Stopped within a window of metrics, with losses still on their way."""
     flags = [*FLAGS, *LEARNING[name], "--timestep_sampler=" + name]
@@ -194,8 +348,13 @@ def test_resumed_equals_uninterrupted(name, train, tmp_path):
         assert state["shapes"].std() > 0
     else:
         assert {key for key in state if key.startswith("on_their_way")} >= {"on_their_way.20.losses"}
+    if name == "loss_second_moment":
         assert (state["counts"] >= 2).all()
-        assert metrics_of(whole)[-1]["weight_ess"] < 1
+    if name == "infonoise":
+        assert (state["counts"] >= 10).all()
+    if name == "edm2":
+        assert state["updates"] == 20
+    assert name == "ats" or metrics_of(whole)[-1]["weight_ess"] < 1
 
 
 def test_another_history_does_not_fit(train, tmp_path):
@@ -230,7 +389,7 @@ def noted(name: Path, index: int) -> tuple[dict[str, torch.Tensor], list[dict[st
 
 
 # Few steps of ATS: Adam makes of gradients that round differently updates that differ.
-STEPS = {"loss_second_moment": 16, "ats": 4}
+STEPS = {"loss_second_moment": 16, "infonoise": 10, "kingma_gao": 10, "edm2": 4, "ats": 4}
 
 
 def flags_of(name: str, base: list[str]) -> list[str]:
@@ -239,7 +398,7 @@ def flags_of(name: str, base: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two_processes(tiny_flags, network_without_dropout, tmp_path_factory) -> Path:
-    """Both samplers with two processes and accumulation, one after the other in one launch."""
+    """All samplers that learn with two processes and accumulation, one after the other in one launch."""
     folder = tmp_path_factory.mktemp("two")
     base = [*tiny_flags, f"--model_config_name_or_path={network_without_dropout}", "--train_batch_size=4"]
     runs = {name: flags_of(name, base) for name in LEARNING}
@@ -258,9 +417,11 @@ def test_two_processes_learn_and_draw_what_one_does(name, two_processes, tiny_fl
     assert first.keys() == second.keys() == alone.keys()
     for key in first:
         assert torch.equal(first[key], second[key]), key
-    for key in ("losses", "counts", "queue", "shapes", "selected"):
+    for key in ("losses", "counts", "averages", "layer", "queue", "shapes", "selected"):
         if key in alone:
             torch.testing.assert_close(first[key], alone[key], rtol=1e-3, atol=1e-6, msg=key)
+    if "averages" in first:
+        assert (first["counts"] >= 10).all()  # it has adapted
     assert len(together) == STEPS[name]
     for whole, *parts in zip(together, drawn_by_first, drawn_by_second, strict=True):
         assert parts[0] | parts[1] == whole

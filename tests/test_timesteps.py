@@ -41,10 +41,10 @@ def closed_form(name: str, batch_size: int = 128) -> np.ndarray:
         with np.errstate(divide="ignore"):
             below, above = (np.log(edge / T) - np.log1p(-edge / T) for edge in (t, t + 1))
         return norm.cdf(above) - norm.cdf(below)
-    if name == "edm":
+    if name in ("edm", "edm2"):
         # A million equally likely noise levels, each counted for the nearest of the diffusion's.
         quantiles = (np.arange(1_000_000) + 0.5) / 1_000_000
-        log_sigma = norm.ppf(quantiles, loc=-1.2, scale=1.2)
+        log_sigma = norm.ppf(quantiles, *((-1.2, 1.2) if name == "edm" else (-0.4, 1.0)))
         own = 0.5 * np.log((1 - A) / A)
         above = np.searchsorted(own, log_sigma).clip(1, T - 1)
         nearest = np.where(log_sigma - own[above - 1] < own[above] - log_sigma, above - 1, above)
@@ -97,7 +97,7 @@ def test_densities_are_the_closed_forms(name):
 
 
 # Closed forms that count a million equally likely noise levels.
-COUNTED = {"edm": 2e-6, "laplace": 2e-6}
+COUNTED = dict.fromkeys(("edm", "edm2", "laplace"), 2e-6)
 
 
 @pytest.mark.parametrize("name", TIMESTEP_SAMPLERS)
@@ -230,7 +230,7 @@ def test_the_expected_gradient_is_that_of_uniform_draws_where_the_objective_is_t
     expected = (sampler.describe() * weights) @ gradients
     if sampler.objective == "same":
         torch.testing.assert_close(expected, gradients.mean(0), rtol=1e-6, atol=1e-6)
-    else:
+    elif name != "edm2":  # which divides losses by what it expects of them
         assert (weights == 1).all()
     drawn, weights = sampler.sample(512, generator_for(0))
     torch.testing.assert_close(weights, sampler._corrections[drawn], rtol=0, atol=0)
@@ -300,6 +300,10 @@ def test_speed_draws_pairs():
         ("laplace", {"b": 0.0}, "b 0.0: must be greater than 0"),
         ("beta", {"alpha": 0.0}, "alpha 0.0"),
         ("loss_second_moment", {"history": 0}, "history 0"),
+        ("kingma_gao", {"bins": 0}, "bins 0"),
+        ("kingma_gao", {"floor": 0.0, "history": 0}, "history 0"),
+        ("infonoise", {"c": -1.0}, "c -1.0: must be 0 or greater"),
+        ("edm2", {"learning_rate": 0.0}, "learning_rate 0.0"),
         ("loss_second_moment", {"uniform": 2.0}, "uniform 2.0"),
         ("ats", {"grid": 2}, "grid 2: must be from the 3"),
     ],
@@ -340,7 +344,10 @@ def test_options_reach_their_sampler_and_weighting():
     ("flags", "message"),
     [
         (["--timestep_sampler=unifrom"], "--timestep_sampler unifrom: did you mean uniform?"),
-        (["--timestep_sampler=xyz"], "must be one of uniform, stratified, loss_second_moment, logit_normal"),
+        (
+            ["--timestep_sampler=xyz"],
+            "must be one of uniform, stratified, loss_second_moment, kingma_gao, logit_normal",
+        ),
         (["--timestep_sampler=nowhere.py:Mine"], "there is no file nowhere.py"),
         (["--timestep_sampler=ats", "--stratified"], "--stratified: ats does not draw from one density"),
         (["--timestep_sampler=speed", "--speed_tau=2000"], "--timestep_sampler speed: tau 2000: must be from 1 to"),

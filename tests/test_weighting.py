@@ -20,6 +20,10 @@ def closed_forms(a: np.ndarray) -> dict[tuple[str, str], np.ndarray]:
     speed = 0.4 + 0.2 * (rise - rise.min()) / (rise.max() - rise.min())
     edm = (sigma**2 + 0.25) / (sigma * 0.5) ** 2  # on x_0
     soft = 1 / (sigma**2 + 1 / 4)  # on x_0
+    range_of_t = -np.gradient(np.log(snr))
+    range_of_t[[0, -1]] /= 2  # the ends have half a cell
+    sigmoid = range_of_t / (1 + snr * np.exp(-2))
+    sigmoid /= sigmoid.mean()
     return {
         ("none", "epsilon"): np.ones(T),
         ("none", "sample"): np.ones(T),
@@ -36,6 +40,9 @@ def closed_forms(a: np.ndarray) -> dict[tuple[str, str], np.ndarray]:
         ("edm", "epsilon"): edm * sigma**2,
         ("edm", "v_prediction"): edm * (1 - a),
         ("edm", "sample"): edm,
+        ("sigmoid", "epsilon"): sigmoid,
+        ("sigmoid", "v_prediction"): sigmoid * a,
+        ("sigmoid", "sample"): sigmoid * snr,
         ("speed", "epsilon"): np.where(np.arange(T) < 700, speed, 1),
     }
 
@@ -68,6 +75,8 @@ def test_options():
     np.testing.assert_allclose(
         weighting_table("soft_min_snr", cumulative, "sample", gamma=5.0), 5 * snr / (snr + 5), rtol=1e-6
     )
+    flat = weighting_table("sigmoid", cumulative, "epsilon", k=30.0).numpy() / -np.gradient(np.log(snr))
+    np.testing.assert_allclose(flat[1:-1], flat[1], rtol=1e-5)  # the bound itself: each lambda alike
     speed = weighting_table("speed", cumulative, "epsilon", tau=100, lambda_=0.8)
     assert (speed[100:] == 1).all()
     rise = np.gradient(1 - a)
@@ -76,7 +85,7 @@ def test_options():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["min_snr", "soft_min_snr", "p2", "edm"])
+@pytest.mark.parametrize("name", ["min_snr", "soft_min_snr", "p2", "edm", "sigmoid"])
 def test_one_weighting_is_one_objective_whatever_is_predicted(name, schedule):
     """A network that sees one x_0 in x_t has the same weighted loss, however it says so."""
     images, noise = (torch.randn(T, 1, 2, 2, generator=generator_for(name), dtype=torch.float64) for name in "ab")
