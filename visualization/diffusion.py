@@ -61,7 +61,7 @@ def draw_samplers(samplers: dict[str, dict[str, TimestepSampler]], seed: int, pa
         for axes, (name, by_schedule) in zip(panels.flat, samplers.items(), strict=False):
             for colour, (schedule, sampler) in zip(itertools.cycle(COLOURS), by_schedule.items(), strict=False):
                 _draw_sampler(axes, sampler, seed, colour, schedule)
-            remarks = ["another objective"] * (sampler.objective == "changed") + ["adapts from here"] * sampler.adapts
+            remarks = ["another objective"] * (sampler.objective == "changed") + ["adapts"] * sampler.adapts
             axes.set_title(f"{name} ({', '.join(remarks)})" if remarks else name)
             axes.set_ylim(bottom=0)
         for axes in panels.flat[len(samplers) - columns : len(samplers)]:
