@@ -68,7 +68,7 @@ def load_into(tensor: torch.Tensor, saved: torch.Tensor, name: str) -> None:
 class BinnedLosses(TimestepSampler):
     """A density over lambda = log SNR that follows the average loss in equal bins of it.
 
-    Averages are over about the latest `history` losses of a bin. Uniform over t until every bin has had ten.
+    Averages are over about the latest `history` losses of a bin. lambda is uniform until every bin has had ten.
     """
 
     signal: str  # the name of what is averaged
@@ -79,6 +79,7 @@ class BinnedLosses(TimestepSampler):
         self.bins, self.history, self.floor = LogSNRBins(alphas_cumprod, bins), history, floor
         self.averages = torch.zeros(len(self.bins), dtype=torch.float64)
         self.counts = torch.zeros(len(self.bins), dtype=torch.int64)
+        self.set_density(self.bins.widths, floor)
 
     def rated(self, timesteps: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
         """Restate losses as what is averaged."""
@@ -151,7 +152,7 @@ class InfoNoise(BinnedLosses):
 
         p(lambda) ~ g SNR error / w
 
-    c is the paper's for CIFAR-10, where w is `--loss_weighting edm`; for bins and history it has no values. Another
+    c is the paper's for CIFAR-10, where w is `--loss_weighting edm`; bins, history and the start are not. Another
     objective.
     """
 

@@ -59,6 +59,11 @@ def closed_form(name: str, batch_size: int = 128) -> np.ndarray:
         own = np.log(A / (1 - A))
         share = np.where((own >= -6.5) & (own <= 6.2), -np.gradient(own), 0)
         return 0.97 * share / share.sum() + 0.03 / T
+    if name in ("kingma_gao", "infonoise"):  # which begin with a uniform log SNR
+        share = -np.gradient(np.log(A / (1 - A)))
+        share[[0, -1]] /= 2
+        floor = 0.001 if name == "kingma_gao" else 0
+        return (1 - floor) * share / share.sum() + floor / T
     if name == "beta":
         return ((t + 1) / T) ** 0.8 - (t / T) ** 0.8
     if name == "speed":
