@@ -275,6 +275,14 @@ def test_a_floor_mixes_uniform_draws_in():
     torch.testing.assert_close(make("edm", floor=0.05).describe(), expected, rtol=1e-12, atol=0)
 
 
+def test_laplace_lies_where_it_is_told_to():
+    log_snr = LINEAR.logit()
+    for mu in (-2.0, 2.0):
+        density = make("laplace", mu=mu, b=0.2).describe()
+        assert (density @ log_snr).item() == pytest.approx(mu, abs=0.01)
+        assert (density @ (log_snr - mu).abs()).item() == pytest.approx(0.2, abs=0.01)
+
+
 def test_beta_has_both_parameters():
     t = np.arange(T + 1) / T
     expected = np.diff(beta(0.6, 1.7).cdf(t))
