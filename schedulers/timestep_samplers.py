@@ -223,6 +223,38 @@ class SpeeD(TimestepSampler):
         return self._primary_share * first + (1 - self._primary_share) * duals
 
 
+class LogSNRBins:
+    """Equal bins of lambda_t = log(a_t / (1 - a_t)), the log signal-to-noise ratio, over the range of a schedule.
+
+    Noise levels compare across schedules where timesteps do not. Bins go from the noisiest to the cleanest; those
+    without a timestep are left out, as at the end of the cosine schedule.
+    """
+
+    def __init__(self, alphas_cumprod: torch.Tensor, count: int = 16):
+        self.log_snr = alphas_cumprod.double().logit()
+        highest, lowest = self.log_snr[0].item(), self.log_snr[-1].item()
+        edges = torch.linspace(lowest, highest, count + 1, dtype=torch.float64)
+        filled, self.of_timestep = torch.bucketize(self.log_snr, edges[1:-1], right=True).unique(return_inverse=True)
+        self.edges = torch.stack([edges[filled], edges[filled + 1]], dim=1)  # lower and upper of each bin
+        self.centres = self.edges.mean(1)
+        self.counts = torch.bincount(self.of_timestep)  # of timesteps
+        # The range cut midway between neighbours: what each timestep stands for, in all highest - lowest.
+        midpoints = (self.log_snr[1:] + self.log_snr[:-1]) / 2
+        cuts = torch.cat([self.log_snr[:1], midpoints, self.log_snr[-1:]])
+        self.widths = cuts[:-1] - cuts[1:]  # of every t
+
+    def __len__(self) -> int:
+        return len(self.centres)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum values over all timesteps by bin."""
+        return values.new_zeros(len(self)).index_add(0, self.of_timestep, values)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Average values over all timesteps by bin."""
+        return self.sum(values) / self.counts
+
+
 def saturation(alphas_cumprod: torch.Tensor) -> int:
     """Find SpeeD's m, 642 for the linear schedule; the slope is that of 1000 steps whatever their number."""
     slope = torch.gradient((1 - alphas_cumprod).sqrt())[0] * (len(alphas_cumprod) / 1000)

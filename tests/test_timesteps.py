@@ -18,7 +18,7 @@ from run_folder.config import TimestepOptions, TrainingConfig, parse_config
 from schedulers.betas import BETA_SCHEDULES
 from schedulers.ddpm import build_scheduler
 from schedulers.loss import TIMESTEP_SAMPLERS, build_sampler, build_weighting
-from schedulers.timestep_samplers import TimestepSampler
+from schedulers.timestep_samplers import LogSNRBins, TimestepSampler
 from schedulers.weighting import LOSS_WEIGHTINGS
 from training.setup import build_process
 
@@ -119,6 +119,36 @@ def test_every_schedule_and_length(name, schedule):
 
 
 SHORT = {"ats": {"grid": 10}}
+
+
+# Noise levels.
+
+
+@pytest.mark.parametrize("schedule", BETA_SCHEDULES)
+def test_bins_of_log_snr(schedule):
+    a_t = build_scheduler(schedule, T).alphas_cumprod
+    bins, log_snr = LogSNRBins(a_t), torch.log(a_t / (1 - a_t))
+    lower, upper = bins.edges.T
+    torch.testing.assert_close(upper - lower, ((log_snr[0] - log_snr[-1]) / 16).expand(len(bins)))
+    assert (lower[1:] >= upper[:-1]).all()
+    for t in range(T):  # the highest edge is a timestep's too
+        assert lower[bins.of_timestep[t]] - 1e-9 <= log_snr[t] <= upper[bins.of_timestep[t]] + 1e-9
+    counts = np.histogram(log_snr.numpy(), 16)[0]
+    assert (counts == 0).sum() == (2 if schedule == "cosine" else 0)
+    assert bins.counts.tolist() == counts[counts > 0].tolist()
+    # Each timestep stands for what is nearer to it than to any other.
+    grid = torch.linspace(log_snr[-1], log_snr[0], 200_001, dtype=torch.float64)
+    nearest = T - 1 - torch.bucketize(grid, ((log_snr[1:] + log_snr[:-1]) / 2).flip(0))
+    share = torch.bincount(nearest, minlength=T) / len(grid)
+    torch.testing.assert_close(share, bins.widths / (log_snr[0] - log_snr[-1]), atol=1e-5, rtol=0)
+    values = torch.rand(T, generator=generator_for("values"), dtype=torch.float64)
+    assert bins.sum(values).sum().item() == pytest.approx(values.sum().item())
+    assert bins.mean(values)[3].item() == pytest.approx(values[bins.of_timestep == 3].mean().item())
+
+
+def test_few_timesteps_have_bins():
+    assert LogSNRBins(build_scheduler("linear", 1).alphas_cumprod).of_timestep.tolist() == [0]
+    assert LogSNRBins(build_scheduler("linear", 4).alphas_cumprod).of_timestep.tolist() == [3, 2, 1, 0]
 
 
 def test_the_batches_of_earlier_versions():
