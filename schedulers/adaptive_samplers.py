@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.distributions import Beta
@@ -26,6 +27,7 @@ class LossSecondMoment(TimestepSampler):
         self.uniform = uniform
         self.losses = torch.zeros(self.num_train_timesteps, history, dtype=torch.float64)
         self.counts = torch.zeros(self.num_train_timesteps, dtype=torch.int64)
+        self.root: torch.Tensor | None = None  # sqrt(E[L_t^2]), once it is known
 
     @property
     def least_probability(self) -> float:
@@ -38,9 +40,12 @@ class LossSecondMoment(TimestepSampler):
             counts[t] += 1
         self._refresh()
 
+    def signals(self) -> dict[str, torch.Tensor]:
+        return {} if self.root is None else {"root_mean_square_loss": self.root}
+
     def _refresh(self) -> None:
         if (self.counts >= self.losses.shape[1]).all():
-            root = self.losses.square().mean(1).sqrt()
+            self.root = root = self.losses.square().mean(1).sqrt()
             self.set_density((1 - self.uniform) * root / root.sum() + self.uniform / self.num_train_timesteps)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -129,6 +134,14 @@ class AdaptiveTimestepSampling(TimestepSampler):
         edges = ((torch.arange(steps + 1, dtype=torch.float64) - 0.5) / (steps - 1)).clamp(0, 1)
         a, b = self.shapes.double()[:, :, None].unbind(1)
         return torch.from_numpy(betainc(a.numpy(), b.numpy(), edges.numpy())).diff().mean(0)
+
+    def signals(self) -> dict[str, torch.Tensor]:
+        """Average delta over the queue; between the timesteps of the grid on a straight line."""
+        if not self.queued:
+            return {}
+        delta = self.changes[: self.queued].mean(0)
+        t = np.arange(self.num_train_timesteps)
+        return {"delta": torch.from_numpy(np.interp(t, self.timesteps.numpy(), delta.numpy()))}
 
     # What the policy learns from.
 

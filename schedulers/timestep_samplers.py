@@ -59,6 +59,10 @@ class TimestepSampler:
         """Return the probability of every timestep, in float64."""
         return self._density
 
+    def signals(self) -> dict[str, torch.Tensor]:
+        """Return, by name, what it adapts to, as far as that is known yet: a number for every timestep."""
+        return {}
+
     @property
     def least_probability(self) -> float:
         """Return what no timestep's probability is below, now or after the sampler has adapted."""

@@ -45,7 +45,9 @@ def test_loss_second_moment_against_the_definition():
         if all(len(known[t]) == 10 for t in range(T)):
             root = np.array([np.mean(np.square(known[t])) ** 0.5 for t in range(T)])
             expected, learned = 0.999 * root / root.sum() + 0.001 / T, learned + 1
+            np.testing.assert_allclose(sampler.signals()["root_mean_square_loss"], root, rtol=1e-12)
         else:
+            assert sampler.signals() == {}
             expected, uniform = np.full(T, 1 / T), uniform + 1
         np.testing.assert_allclose(sampler.describe(), expected, rtol=1e-12)
         np.testing.assert_allclose(weights, 1 / (T * expected[timesteps]), rtol=1e-6)
@@ -127,6 +129,13 @@ def test_the_policy_learns_what_lowers_the_loss():
     assert average[-1] > 13
     drawn, _ = sampler.sample(1000, generator_for("draw"))
     assert drawn.float().mean().item() == pytest.approx(average[-1], abs=0.5)
+
+
+def test_the_signal_of_ats_is_the_average_of_its_queue():
+    sampler = make_ats(queue=4)
+    assert sampler.signals() == {}
+    sampler.changes[:2], sampler.queued = torch.stack([sampler.timesteps * 1.0, sampler.timesteps * -3.0]), 2
+    np.testing.assert_allclose(sampler.signals()["delta"], -np.arange(T))
 
 
 def test_entropy_keeps_the_policy_from_a_corner():

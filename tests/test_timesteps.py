@@ -139,7 +139,7 @@ def test_bins_of_log_snr(schedule):
     # Each timestep stands for what is nearer to it than to any other.
     grid = torch.linspace(log_snr[-1], log_snr[0], 200_001, dtype=torch.float64)
     nearest = T - 1 - torch.bucketize(grid, ((log_snr[1:] + log_snr[:-1]) / 2).flip(0))
-    share = torch.bincount(nearest, minlength=T) / len(grid)
+    share = torch.bincount(nearest, minlength=T).double() / len(grid)
     torch.testing.assert_close(share, bins.widths / (log_snr[0] - log_snr[-1]), atol=1e-5, rtol=0)
     values = torch.rand(T, generator=generator_for("values"), dtype=torch.float64)
     assert bins.sum(values).sum().item() == pytest.approx(values.sum().item())
