@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 
@@ -257,6 +258,13 @@ class LogSNRBins:
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Average values over all timesteps by bin."""
         return self.sum(values) / self.counts
+
+    def with_gaps(self, values: np.ndarray, filling: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return adjoining edges and the values of the bins between them, [bins, ...], with a filling for the gaps."""
+        edges = self.edges.unique().numpy()
+        filled = np.full((len(edges) - 1, *values.shape[1:]), filling)
+        filled[np.searchsorted(edges, self.edges[:, 0].numpy())] = values
+        return edges, filled
 
 
 def saturation(alphas_cumprod: torch.Tensor) -> int:

@@ -2,8 +2,7 @@
 
 import json
 
-from run_folder.folder import RunFolder
-from training.tracking import Clock, keep_lines_up_to
+from training.tracking import Clock, LineFile
 
 
 def test_clock_stands_still_while_paused(monkeypatch):
@@ -25,11 +24,11 @@ def test_lines_of_repeated_steps_and_a_torn_line_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 1 / step}) + "\n" for step in range(1, 8)]
     path.write_text("".join(lines) + '{"step": 8, "lo')
-    keep_lines_up_to(RunFolder(tmp_path), 100)
+    assert LineFile(path, 100).latest == {"step": 7, "loss": 1 / 7}
     assert path.read_text() == "".join(lines)
-    keep_lines_up_to(RunFolder(tmp_path), 5)
+    LineFile(path, 5)
     assert path.read_text() == "".join(lines[:5])
-    keep_lines_up_to(RunFolder(tmp_path), 0)
+    assert LineFile(path, 0).latest is None
     assert path.read_text() == ""
-    keep_lines_up_to(RunFolder(tmp_path / "none"), 5)
+    LineFile(tmp_path / "none" / "metrics.jsonl", 5)
     assert not (tmp_path / "none").exists()
