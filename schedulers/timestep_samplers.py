@@ -238,6 +238,8 @@ class LogSNRBins:
     def __init__(self, alphas_cumprod: torch.Tensor, count: int = 16):
         self.log_snr = alphas_cumprod.double().logit()
         highest, lowest = self.log_snr[0].item(), self.log_snr[-1].item()
+        if highest == lowest:  # a single timestep
+            highest, lowest = highest + 0.5, lowest - 0.5
         edges = torch.linspace(lowest, highest, count + 1, dtype=torch.float64)
         filled, self.of_timestep = torch.bucketize(self.log_snr, edges[1:-1], right=True).unique(return_inverse=True)
         self.edges = torch.stack([edges[filled], edges[filled + 1]], dim=1)  # lower and upper of each bin
@@ -245,7 +247,7 @@ class LogSNRBins:
         self.counts = torch.bincount(self.of_timestep)  # of timesteps
         # The range cut midway between neighbours: what each timestep stands for, in all highest - lowest.
         midpoints = (self.log_snr[1:] + self.log_snr[:-1]) / 2
-        cuts = torch.cat([self.log_snr[:1], midpoints, self.log_snr[-1:]])
+        cuts = torch.cat([edges[-1:], midpoints, edges[:1]])
         self.widths = cuts[:-1] - cuts[1:]  # of every t
 
     def __len__(self) -> int:
