@@ -253,18 +253,18 @@ class LogSNRBins:
     def __len__(self) -> int:
         return len(self.centres)
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def total(self, values: torch.Tensor) -> torch.Tensor:
         """Sum values over all timesteps by bin."""
         return values.new_zeros(len(self)).index_add(0, self.of_timestep, values)
 
-    def mean(self, values: torch.Tensor) -> torch.Tensor:
+    def average(self, values: torch.Tensor) -> torch.Tensor:
         """Average values over all timesteps by bin."""
-        return self.sum(values) / self.counts
+        return self.total(values) / self.counts
 
     def with_gaps(self, values: np.ndarray, filling: float) -> tuple[np.ndarray, np.ndarray]:
         """Return adjoining edges and the values of the bins between them, [bins, ...], with a filling for the gaps."""
         edges = self.edges.unique().numpy()
-        filled = np.full((len(edges) - 1, *values.shape[1:]), filling)
+        filled = np.full((len(edges) - 1, *values.shape[1:]), filling, dtype=float)
         filled[np.searchsorted(edges, self.edges[:, 0].numpy())] = values
         return edges, filled
 

@@ -71,8 +71,11 @@ def test_tensorboard(finished_run):
     assert by_bin["density"][-1].histogram_value.bucket == pytest.approx(lines[11]["probability"])
     for event, line in zip(by_bin["loss"], lines[3::4], strict=True):
         assert event.histogram_value.bucket == pytest.approx([loss or 0 for loss in line["loss"]])
-        middles = np.convolve([event.histogram_value.min, *event.histogram_value.bucket_limit], [0.5, 0.5], "valid")
-        assert middles == pytest.approx(line["log_snr"], rel=1e-5)
+        limits = np.array(event.histogram_value.bucket_limit)
+        assert limits - np.diff(limits)[0] / 2 == pytest.approx(line["log_snr"], rel=1e-5)
+        drawn = [number for number, loss in enumerate(line["loss"]) if loss is not None]
+        assert event.histogram_value.max == limits[drawn[-1]]
+        assert event.histogram_value.min == pytest.approx(limits[drawn[0]] - np.diff(limits)[0])
 
 
 def test_the_average_in_the_pipeline_is_that_of_the_checkpoint(finished_run):

@@ -242,10 +242,10 @@ class Tracking:
         density, bins = state.loss.sampler.describe(), state.window.bins
         edges = np.linspace(0, len(density), min(DENSITY_BINS, len(density)) + 1).round()
         self._log_histogram(DENSITY, edges, np.add.reduceat(density.numpy(), edges[:-1].astype(int)), state.step)
-        by_bin = {"density": bins.sum(density)}
+        by_bin = {"density": rounded(bins.total(density))}
         if self.timesteps.latest is not None:
             by_bin["loss"] = self.timesteps.latest["loss"]
-        by_bin |= {f"signal_{name}": bins.mean(table) for name, table in state.loss.sampler.signals().items()}
+        by_bin |= {f"signal_{name}": rounded(bins.average(table)) for name, table in state.loss.sampler.signals().items()}
         for name, values in by_bin.items():
             edges, heights = bins.with_gaps(np.nan_to_num(np.array(values, dtype=float)), 0)
             self._log_histogram(f"log_snr/{name}", edges, heights, state.step)
@@ -253,9 +253,11 @@ class Tracking:
     def _log_histogram(self, name: str, edges: np.ndarray, heights: np.ndarray, step: int) -> None:
         def write(tracker) -> None:
             if tracker.name == "tensorboard":
-                middles = (edges[1:] + edges[:-1]) / 2
-                values = {"min": edges[0], "max": edges[-1], "bucket_limits": edges[1:], "bucket_counts": heights}
-                values |= {"num": 1, "sum": middles @ heights, "sum_squares": middles**2 @ heights}
+                middles, filled = (edges[1:] + edges[:-1]) / 2, np.append((heights > 0).nonzero()[0], 0)
+                # It would stretch the outermost bars that are not empty to a minimum and maximum beyond them.
+                values = {"min": edges[filled[0]], "max": edges[filled.max() + 1], "num": 1}
+                values |= {"sum": middles @ heights, "sum_squares": middles**2 @ heights}
+                values |= {"bucket_limits": edges[1:], "bucket_counts": heights}
                 tracker.writer.add_histogram_raw(name, **values, global_step=step)
             else:
                 import wandb
@@ -306,9 +308,9 @@ def describe_timesteps(state: TrainingState, sums: Sums) -> dict:
     of_bins = zip(losses[QUARTERS:], counts[QUARTERS:], strict=True)
     return {
         "log_snr": rounded(bins.centres),
-        "probability": rounded(bins.sum(sampler.describe())),
+        "probability": rounded(bins.total(sampler.describe())),
         "loss": rounded(loss / count if count else math.nan for loss, count in of_bins),
-        "signals": {name: rounded(bins.mean(table)) for name, table in sampler.signals().items()},
+        "signals": {name: rounded(bins.average(table)) for name, table in sampler.signals().items()},
     }
 
 
