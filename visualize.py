@@ -23,7 +23,7 @@ class PictureOptions:
     ddpm_num_steps: int = option(
         1000, "T, the number of diffusion steps.", Range("2 or greater", lambda steps: steps >= 2)
     )
-    run_dir: str | None = option(None, "Draw this run instead: its density over t, its losses by quarter of t.")
+    run_dir: str | None = option(None, "Draw this run instead: its densities and losses over t, log-SNR and time.")
     output_dir: str | None = option(None, "Where the pictures go (default: figures, of the run if there is one).")
     seed: int = option(0, "All noise is a function of this.", NOT_NEGATIVE)
 
@@ -109,6 +109,10 @@ def draw_run(options: Options) -> list[Path]:
     config, metrics = run_curves.read_run(run)
     densities, folder = run_curves.read_densities(run, config), make_output_dir(options)
     pictures = [run_curves.draw_losses_by_quarter(metrics, config.ddpm_num_steps, folder / "loss_by_quarter.png")]
+    timesteps, bins = run_curves.read_timesteps(run, config)
+    if timesteps:
+        file = folder / "timesteps_over_log_snr.png"
+        pictures.append(run_curves.draw_over_log_snr(timesteps, bins, config.timestep_sampler, file))
     if densities:
         pictures.append(run_curves.draw_densities(densities, config.timestep_sampler, folder / "timestep_density.png"))
     if any(run_curves.EFFECTIVE_SAMPLE_SIZE in line for line in metrics):

@@ -41,11 +41,11 @@ STYLE = {
 
 @contextmanager
 def drawing(
-    path: Path, rows: int = 1, columns: int = 1, panel_width: float = 5.6, **sharing: bool
+    path: Path, rows: int = 1, columns: int = 1, panel_width: float = 5.6, aspect: float = ASPECT, **sharing: bool
 ) -> Iterator[tuple[Figure, np.ndarray]]:
     """Yield a figure and its panels [rows, columns] to draw on, and write the PNG when that is done."""
     with matplotlib.rc_context(STYLE):
-        size = (panel_width * columns, panel_width * ASPECT * rows)
+        size = (panel_width * columns, panel_width * aspect * rows)
         figure = Figure(figsize=size, layout="constrained")
         yield figure, figure.subplots(rows, columns, squeeze=False, **sharing)
         file = io.BytesIO()

@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a run and its evaluation write, besides checkpoints and logs.
-CONFIG, METRICS, PIPELINE, CARD, SAMPLES = "config.yaml", "metrics.jsonl", "model_index.json", "README.md", "samples"
+CONFIG, METRICS, TIMESTEPS = "config.yaml", "metrics.jsonl", "timesteps.jsonl"
+PIPELINE, CARD, SAMPLES = "model_index.json", "README.md", "samples"
 RESULTS, BEST_SCORES, PICTURES = "evaluation_results.csv", "best_scores.csv", "*_vs_*.png"
 PIPELINE_FOLDERS = ("unet", "scheduler", "text_encoder", "tokenizer")
-PUSHED = (PIPELINE, CONDITION_FILE, "conditional_pipeline.py", CARD, CONFIG, METRICS, RESULTS, BEST_SCORES, PICTURES)
+PUSHED = (PIPELINE, CONDITION_FILE, "conditional_pipeline.py", CARD, CONFIG, METRICS, TIMESTEPS)
+PUSHED += (RESULTS, BEST_SCORES, PICTURES)
 NOT_PUSHED = (
     *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in PIPELINE_FOLDERS)),
     *("evaluation_results.json", "evaluation_per_class.csv"),
@@ -46,6 +48,7 @@ class RunFolder:
         self.path = path = Path(path)
         self.config_file = path / CONFIG
         self.metrics_file = path / METRICS
+        self.timesteps_file = path / TIMESTEPS
         self.samples = path / SAMPLES
         self.condition_file = path / CONDITION_FILE
         self.pipeline_file = path / PIPELINE
@@ -76,15 +79,11 @@ class RunFolder:
             raise UserError(f"{self.config_file} is not what a training wrote there") from error
 
     def read_metrics(self) -> list[dict]:
-        """Read the lines of metrics; one that is being written while this reads is left out."""
-        lines = []
-        if self.metrics_file.is_file():
-            for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
-                try:
-                    lines.append(json.loads(line))
-                except ValueError:
-                    break
-        return lines
+        return read_lines(self.metrics_file)
+
+    def read_timesteps(self) -> list[dict]:
+        """Read what the timesteps did, by bin of log-SNR: a line for each one of metrics."""
+        return read_lines(self.timesteps_file)
 
     def write_condition(self, condition: Condition) -> None:
         """Write the parts of the pipeline that a condition adds and that do not change during training."""
@@ -117,6 +116,18 @@ class RunFolder:
             index.replace(self.pipeline_file)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def read_lines(path: Path) -> list[dict]:
+    """Read a file of JSON lines; one that is being written while this reads is left out."""
+    lines = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                break
+    return lines
 
 
 def check_disk(config: TrainingConfig, num_parameters: int) -> None:

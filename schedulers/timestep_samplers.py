@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from schedulers.prediction import signal_to_noise
@@ -294,6 +295,8 @@ class LogSNRBins:
     def __init__(self, alphas_cumprod: torch.Tensor, count: int = 16):
         self.log_snr = alphas_cumprod.double().logit()
         highest, lowest = self.log_snr[0].item(), self.log_snr[-1].item()
+        if highest == lowest:  # a single timestep
+            highest, lowest = highest + 0.5, lowest - 0.5
         edges = torch.linspace(lowest, highest, count + 1, dtype=torch.float64)
         filled, self.of_timestep = torch.bucketize(self.log_snr, edges[1:-1], right=True).unique(return_inverse=True)
         self.edges = torch.stack([edges[filled], edges[filled + 1]], dim=1)  # lower and upper of each bin
@@ -301,19 +304,26 @@ class LogSNRBins:
         self.counts = torch.bincount(self.of_timestep)  # of timesteps
         # The range cut midway between neighbours: what each timestep stands for, in all highest - lowest.
         midpoints = (self.log_snr[1:] + self.log_snr[:-1]) / 2
-        cuts = torch.cat([self.log_snr[:1], midpoints, self.log_snr[-1:]])
+        cuts = torch.cat([edges[-1:], midpoints, edges[:1]])
         self.widths = cuts[:-1] - cuts[1:]  # of every t
 
     def __len__(self) -> int:
         return len(self.centres)
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def total(self, values: torch.Tensor) -> torch.Tensor:
         """Sum values over all timesteps by bin."""
         return values.new_zeros(len(self)).index_add(0, self.of_timestep, values)
 
-    def mean(self, values: torch.Tensor) -> torch.Tensor:
+    def average(self, values: torch.Tensor) -> torch.Tensor:
         """Average values over all timesteps by bin."""
-        return self.sum(values) / self.counts
+        return self.total(values) / self.counts
+
+    def with_gaps(self, values: np.ndarray, filling: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return adjoining edges and the values of the bins between them, [bins, ...], with a filling for the gaps."""
+        edges = self.edges.unique().numpy()
+        filled = np.full((len(edges) - 1, *values.shape[1:]), filling, dtype=float)
+        filled[np.searchsorted(edges, self.edges[:, 0].numpy())] = values
+        return edges, filled
 
 
 def saturation(alphas_cumprod: torch.Tensor) -> int:

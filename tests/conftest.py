@@ -210,8 +210,12 @@ def train_conditional(tiny_flags) -> Callable[..., Path]:
     logging.getLogger().handlers.clear()
 
 
+def lines_of(run: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
 def metrics_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return lines_of(run, "metrics.jsonl")
 
 
 def losses_of(run: Path) -> list[float]:

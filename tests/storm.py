@@ -3,7 +3,7 @@
     python tests/storm.py --kills 10      # what `make faults` does; writes docs/reliability.json
 
 A kill comes at a random moment or at a named point of the program (`common/interruption.py`). What a run leaves must
-be the same to the bit: weights, moving average, optimiser, state, sample grids, metrics, curves.
+be the same to the bit: weights, moving average, optimiser, state, sample grids, metrics, timesteps, curves.
 """
 
 import argparse
@@ -123,19 +123,18 @@ def differences(run: Path, reference: Path) -> list[str]:
     states = [json.loads((folder / "state.json").read_text()) for folder in checkpoints]
     if {**states[0], "train_seconds": 0} != {**states[1], "train_seconds": 0}:
         found.append("state.json")
-    lines = [
-        [
-            {name: value for name, value in json.loads(line).items() if name not in TIMING}
-            for line in (folder / "metrics.jsonl").read_text().splitlines()
-        ]
-        for folder in (run, reference)
-    ]
-    if lines[0] != lines[1]:
-        found.append("metrics.jsonl")
+    for name in ("metrics.jsonl", "timesteps.jsonl"):
+        if lines_but_for_times(run / name) != lines_but_for_times(reference / name):
+            found.append(name)
     if curve(run) != curve(reference):
         found.append("TensorBoard")
     left = [path.name for path in run.iterdir() if path.name.startswith(".") and path.name != ".lock"]
     return found + [f"left behind: {name}" for name in left]
+
+
+def lines_but_for_times(path: Path) -> list[dict]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMING} for line in lines]
 
 
 def curve(run: Path) -> list[tuple[int, float]]:

@@ -333,7 +333,7 @@ class TwoMilestones(Milestones):
         self.saved = []
         self.writer = SimpleNamespace(save=lambda state: self.saved.append(state.step), finish=lambda state: None)
         tracking = SimpleNamespace(
-            paused=nullcontext, clock=SimpleNamespace(train_seconds=1.0), log_density=lambda density, step: None
+            paused=nullcontext, clock=SimpleNamespace(train_seconds=1.0), log_timesteps=lambda state: None
         )
         self.run = SimpleNamespace(tracking=tracking)
         self.processes = SimpleNamespace(

@@ -1,7 +1,7 @@
 """A short storm: real kills of real processes. `make faults` is the long one."""
 
 import pytest
-from conftest import losses_of
+from conftest import lines_of, losses_of
 from storm import POINTS, SCENARIOS, killed_once, storm
 from test_processes import launch, torchrun
 
@@ -47,6 +47,8 @@ def test_one_process_then_two_then_one(tiny_flags, network_without_dropout, tmp_
         outputs.append(launch(launcher, [*flags, f"--max_train_steps={steps}", f"--output_dir={parts}"]).stderr)
     launch(torchrun(1), [*flags, "--max_train_steps=12", f"--output_dir={whole}"])
     assert losses_of(parts) == pytest.approx(losses_of(whole), rel=1e-5)
+    for line, expected in zip(*(lines_of(run, "timesteps.jsonl") for run in (parts, whole)), strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert [
         f"Gradient Accumulation steps = {count}" in output for count, output in zip((2, 1, 2), outputs, strict=True)
     ]

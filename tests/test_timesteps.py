@@ -163,12 +163,17 @@ def test_bins_of_log_snr(schedule):
     share = torch.bincount(nearest, minlength=T).double() / len(grid)
     torch.testing.assert_close(share, bins.widths / (log_snr[0] - log_snr[-1]), atol=1e-5, rtol=0)
     values = torch.rand(T, generator=generator_for("values"), dtype=torch.float64)
-    assert bins.sum(values).sum().item() == pytest.approx(values.sum().item())
-    assert bins.mean(values)[3].item() == pytest.approx(values[bins.of_timestep == 3].mean().item())
+    assert bins.total(values).sum().item() == pytest.approx(values.sum().item())
+    assert bins.average(values)[3].item() == pytest.approx(values[bins.of_timestep == 3].mean().item())
+    edges, shares = bins.with_gaps(bins.counts.numpy() / T, 0)
+    assert (np.histogram(log_snr.numpy(), edges)[0] / T).tolist() == shares.tolist()
+    assert (edges[0], edges[-1]) == (log_snr[-1], log_snr[0])
 
 
 def test_few_timesteps_have_bins():
-    assert LogSNRBins(build_scheduler("linear", 1).alphas_cumprod).of_timestep.tolist() == [0]
+    single = LogSNRBins(build_scheduler("linear", 1).alphas_cumprod)
+    assert (single.of_timestep.tolist(), single.widths.tolist()) == ([0], [1])
+    assert single.edges[0, 0] <= single.log_snr[0] < single.edges[0, 1]
     assert LogSNRBins(build_scheduler("linear", 4).alphas_cumprod).of_timestep.tolist() == [3, 2, 1, 0]
 
 

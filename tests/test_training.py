@@ -3,10 +3,11 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import losses_of, metrics_of, run_training
+from conftest import lines_of, losses_of, metrics_of, run_training
 from safetensors.torch import load_file
 
 from common.errors import RunFailed, UserError
@@ -27,8 +28,8 @@ def finished_run(tmp_path_factory, tiny_flags):
 def test_what_a_run_writes(finished_run):
     top = {path.name for path in finished_run.iterdir()} - {".lock"}
     assert top == {
-        "config.yaml", "metrics.jsonl", "logs", "samples", "unet", "scheduler", "model_index.json", "README.md",
-        "checkpoint-4", "checkpoint-8", "checkpoint-12",
+        "config.yaml", "metrics.jsonl", "timesteps.jsonl", "logs", "samples", "unet", "scheduler", "model_index.json",
+        "README.md", "checkpoint-4", "checkpoint-8", "checkpoint-12",
     }  # fmt: skip
     assert {path.name for path in (finished_run / "samples").iterdir()} == {f"step-{s}.png" for s in (4, 8, 12)}
     assert {path.name for path in (finished_run / "checkpoint-12").iterdir()} == {
@@ -62,6 +63,19 @@ def test_tensorboard(finished_run):
     assert [event.step for event in densities] == [0, 4, 8, 12]
     assert densities[-1].histogram_value.bucket_limit == [10 * edge for edge in range(1, 101)]
     assert densities[-1].histogram_value.bucket == pytest.approx([0.01] * 100)
+    lines = lines_of(finished_run, "timesteps.jsonl")
+    by_bin = {name: events.Histograms(f"log_snr/{name}") for name in ("density", "loss")}
+    assert {name: [event.step for event in of_run] for name, of_run in by_bin.items()} == {
+        "density": [0, 4, 8, 12], "loss": [4, 8, 12],
+    }  # fmt: skip
+    assert by_bin["density"][-1].histogram_value.bucket == pytest.approx(lines[11]["probability"])
+    for event, line in zip(by_bin["loss"], lines[3::4], strict=True):
+        assert event.histogram_value.bucket == pytest.approx([loss or 0 for loss in line["loss"]])
+        limits = np.array(event.histogram_value.bucket_limit)
+        assert limits - np.diff(limits)[0] / 2 == pytest.approx(line["log_snr"], rel=1e-5)
+        drawn = [number for number, loss in enumerate(line["loss"]) if loss is not None]
+        assert event.histogram_value.max == limits[drawn[-1]]
+        assert event.histogram_value.min == pytest.approx(limits[drawn[0]] - np.diff(limits)[0])
 
 
 def test_the_average_in_the_pipeline_is_that_of_the_checkpoint(finished_run):

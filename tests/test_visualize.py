@@ -21,7 +21,7 @@ from run_folder.config import as_yaml, parse_config
 from schedulers.betas import make_betas
 from schedulers.ddpm import build_scheduler
 from schedulers.loss import TIMESTEP_SAMPLERS
-from schedulers.timestep_samplers import Uniform
+from schedulers.timestep_samplers import LogSNRBins, Uniform
 from schedulers.weighting import LOSS_WEIGHTINGS
 from visualization import diffusion, dissolving, run_curves
 
@@ -46,7 +46,7 @@ def drawn(monkeypatch) -> list[Figure]:
             figures.append(figure)
             yield figure, panels
 
-    for room in (diffusion, plots):
+    for room in (diffusion, plots, run_curves):
         monkeypatch.setattr(room, "drawing", recording)
     return figures
 
@@ -291,7 +291,9 @@ def test_a_real_run_that_adapts(sampler, train, tmp_path, drawn, monkeypatch):
     lengths = ["--max_train_steps=24", "--checkpointing_steps=2", "--checkpoints_total_limit=99"]
     folder = train(tmp_path / "run", f"--timestep_sampler={sampler}", *flags, *lengths, "--save_images_steps=999")
     draw(monkeypatch, f"--run_dir={folder}")
-    losses, densities, sizes = (figure.axes[0] for figure in drawn)
+    losses, over_log_snr, densities, sizes = (figure.axes[0] for figure in drawn)
+    assert over_log_snr.get_title(loc="left").startswith("density")
+    assert len(drawn[1].axes) == 2 * 3  # density, loss and signal, with their scales
     shown = curves(densities)
     assert len(shown) == run_curves.MOST_CURVES
     assert (list(shown)[0], list(shown)[-1]) == ("2", "24")
@@ -299,6 +301,50 @@ def test_a_real_run_that_adapts(sampler, train, tmp_path, drawn, monkeypatch):
     assert all(np.isclose(density.mean(), 1) for density in shown.values())
     assert len(curves(losses)) == 4
     assert (next(iter(curves(sizes).values())) <= 1 + 1e-9).all()
+
+
+def test_what_the_timesteps_did_is_drawn_in_its_place(run_folder, drawn, monkeypatch):
+    """Of four bins the second noisiest and the last are empty at first; the density starts uniform."""
+    bins = LogSNRBins(build_scheduler("linear", 4).alphas_cumprod)
+    lines = [
+        {
+            "step": step,
+            "log_snr": bins.centres.tolist(),
+            "probability": [0.25] * 4 if step <= 300 else [0.5, 0.25, 0.25, 0],
+            "loss": [1.0 + step % 2, None if step <= 300 else 2.0, 3.0, None],
+            "signals": {"never": [None] * 4} | ({} if step <= 300 else {"some_signal": [-1.0, 0.0, 1.0, 2.0]}),
+        }
+        for step in range(1, 601)
+    ]
+    other_schedule = {**lines[0], "log_snr": [0.0] * 16, "probability": [1 / 16] * 16, "loss": [1.0] * 16}
+    (run_folder / "timesteps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [other_schedule, *lines]))
+    draw(monkeypatch, f"--run_dir={run_folder}")
+    panels = {axes.get_title(loc="left"): axes for axes in drawn[1].axes if axes.get_title(loc="left")}
+    assert list(panels) == ["density, as a multiple of uniform $t$", "mean loss, unweighted", "signal: some signal"]
+    density, loss, signal = (axes.collections[0].get_array() for axes in panels.values())
+    corners = panels["mean loss, unweighted"].collections[0].get_coordinates()
+    filled = np.searchsorted(corners[:, 0, 1], bins.edges[:, 0].numpy())  # rows of the four; the others are gaps
+    assert corners[0, :, 0].tolist() == list(range(0, 601, 4))
+    assert loss.mask.all(1).sum() == len(loss) - 3
+    first, last = slice(0, 75), slice(75, 150)
+    assert (loss[filled[0]] == 1.5).all()
+    assert loss.mask[filled[1], first].all()
+    assert (loss[filled[1], last] == 2).all()
+    assert (density[filled, first] == 1).all()
+    assert density[filled, -1].tolist() == [2, 1, 1, 1 / 32]
+    assert signal.mask[:, first].all()
+    assert signal[filled, -1].tolist() == [-1, 0, 1, 2]
+
+
+def test_colours_tell_signs_and_orders_of_magnitude_apart():
+    colours, _ = run_curves.colours_for(np.array([[1e-4, 1.0], [np.nan, 1e-2]]))
+    assert colours["norm"].__class__.__name__ == "LogNorm"
+    for values in ([-1.0, 3.0, np.nan], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0]):
+        colours, _ = run_curves.colours_for(np.array([values]))
+        assert colours["norm"](0.0) == 0.5
+    colours, scale = run_curves.colours_around_1(np.array([[0.9, 5.0, np.nan]]))
+    assert [scale["format"](tick, 0) for tick in scale["ticks"]] == ["1/8", "1/4", "1/2", "1", "2", "4", "8"]
+    assert colours["norm"](1.0) == pytest.approx(0.5)
 
 
 def test_a_run_without_checkpoints_or_weights_is_drawn_as_far_as_it_goes(run_folder, monkeypatch, capsys):

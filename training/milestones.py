@@ -70,7 +70,7 @@ class Milestones:
             return
         with self.run.tracking.paused():
             state.train_seconds = self.run.tracking.clock.train_seconds
-            self.run.tracking.log_density(state.loss.sampler.describe(), step)
+            self.run.tracking.log_timesteps(state)
             save = ending or step % self.config.checkpointing_steps == 0
             if save:
                 self._save(state)
@@ -95,7 +95,7 @@ class Milestones:
         due, over = state.step > 0 and state.step % self.image_steps == 0, self.run.over_at_start
         with self.run.tracking.paused():
             if state.step == 0:
-                self.run.tracking.log_density(state.loss.sampler.describe(), 0)
+                self.run.tracking.log_timesteps(state)
             exists = self.folder.grid_file(state.step).exists()
             missing = self.processes.all_reduce_any(self.processes.is_main and not exists)
             if missing and (due or (over and self._worth_a_grid(state))):

@@ -30,6 +30,7 @@ from run_folder.folder import RunFolder, check_disk, check_output_dir, open_run
 from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from schedulers.loss import DiffusionLoss, build_loss
+from schedulers.timestep_samplers import LogSNRBins
 from training.audit import announce, log_end
 from training.loop import train
 from training.milestones import Milestones
@@ -159,7 +160,7 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
         unet=unet,
         update=Update(config, unet, total_steps, processes),
         loss=loss,
-        window=Window(processes, config.ddpm_num_steps, config.logging_steps),
+        window=Window(processes, LogSNRBins(loss.process.alphas_cumprod), config.logging_steps),
         settings=settings_of(config) | {"images": len(data.images)} | condition.settings,
         condition=condition.description,
     )

@@ -1,4 +1,4 @@
-"""The record of a run: the sums of a line of metrics, metrics.jsonl, the bar, TensorBoard or wandb, and the clock."""
+"""The record of a run: the sums of a line of metrics, its two files, the bar, TensorBoard or wandb, and the clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from common.processes import Processes
 from common.progress import progress_bar
 from image_data.batches import Batch
 from run_folder.config import TrainingConfig
-from run_folder.folder import QUARTERS, RunFolder
+from run_folder.folder import QUARTERS, RunFolder, read_lines
+from schedulers.timestep_samplers import LogSNRBins
 
 if TYPE_CHECKING:
     from training.setup import Ending, Run, TrainingState
@@ -35,9 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DENSITY, DENSITY_BINS = "timestep_density", 100
-# Where the sums of a window are: of losses and images by quarter of t, of weights and their squares, then one each.
-LOSSES, COUNTS, WEIGHTS = slice(0, QUARTERS), slice(QUARTERS, 2 * QUARTERS), slice(2 * QUARTERS, 2 * QUARTERS + 2)
-OBJECTIVE, GRADIENT_NORM = 2 * QUARTERS + 2, 2 * QUARTERS + 3
+
+Sums = tuple[list[float], list[float], list[float]]
 
 
 class Window:
@@ -46,14 +46,20 @@ class Window:
     Its sums stay on the device, and checkpoints hold them: a line is the same if the run stopped within the window.
     """
 
-    def __init__(self, processes: Processes, num_train_timesteps: int, length: int):
-        self.processes, self.num_train_timesteps, self.length = processes, num_train_timesteps, length
+    def __init__(self, processes: Processes, bins: LogSNRBins, length: int):
+        self.processes, self.bins, self.length = processes, bins, length
         self._dtype = torch.float32 if processes.device.type == "mps" else torch.float64
+        # Losses are told apart by quarter of the timesteps and by bin: a row for each, true where a timestep is in it.
+        steps = len(bins.of_timestep)
+        in_quarter = torch.arange(steps) * QUARTERS // steps == torch.arange(QUARTERS)[:, None]
+        in_bin = bins.of_timestep == torch.arange(len(bins))[:, None]
+        self._groups = torch.cat([in_quarter, in_bin]).to(processes.device)
         self.clear()
 
     def clear(self) -> None:
         """Begin a new window."""
-        self.sums = torch.zeros(GRADIENT_NORM + 1, dtype=self._dtype, device=self.processes.device)
+        # Of the losses and the images of each group; of weights, their squares, objective and gradient norm.
+        self.sums = torch.zeros(2 * len(self._groups) + 4, dtype=self._dtype, device=self.processes.device)
         self.steps = 0
         # For the report of a failure: timesteps and losses of this process, of the latest steps.
         self.latest: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -62,28 +68,33 @@ class Window:
         self, t: torch.Tensor, weights: torch.Tensor, errors: torch.Tensor, update: Update, observed: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a step; return whether its numbers are finite everywhere, and the sum of `observed` over processes."""
-        quarters = torch.arange(QUARTERS, device=t.device)[:, None]
-        in_quarter = t * QUARTERS // self.num_train_timesteps == quarters
-        errors_of_quarters = torch.where(in_quarter, errors.to(self._dtype), 0).sum(1)
+        in_group = self._groups[:, t]
+        errors_of_groups = torch.where(in_group, errors.to(self._dtype), 0).sum(1)
         weights, objective = weights.to(self._dtype), update.objective.to(self._dtype) / self.processes.count
         single = torch.stack([weights.sum(), weights.square().sum(), objective, (~update.is_finite).to(self._dtype)])
-        shared = torch.cat([errors_of_quarters, in_quarter.sum(1), single, observed])
+        shared = torch.cat([errors_of_groups, in_group.sum(1), single, observed])
         if self.processes.count > 1:
             dist.all_reduce(shared)  # all in one exchange, on the device
-        sums, failures, observed = shared.split([GRADIENT_NORM, 1, len(observed)])
+        sums, failures, observed = shared.split([len(self.sums) - 1, 1, len(observed)])
         # The gradients were averaged before the norm, which is therefore the same everywhere.
         self.sums += torch.cat([sums, update.gradient_norm.detach().to(self._dtype)[None]])
         self.steps += 1
         self.latest = [*self.latest[1 - self.length :], (t, errors)]
         return failures[0] == 0, observed
 
+    def fetch(self) -> Sums:
+        """Wait for the device and return the sums: of losses and of images by group, and the other four."""
+        sums, groups = self.sums.tolist(), len(self._groups)
+        return sums[:groups], sums[groups : 2 * groups], sums[2 * groups :]
+
     def numbers(self) -> dict:
         """Return the sums as JSON holds them in a checkpoint."""
-        sums = self.sums.tolist()
+        losses, counts, (*weights, objective, gradient_norm) = self.fetch()
         return {
-            "sums": [*sums[LOSSES], sums[OBJECTIVE], sums[GRADIENT_NORM]],
-            "counts": [int(count) for count in sums[COUNTS]],
-            "weights": sums[WEIGHTS],
+            "sums": [*losses[:QUARTERS], objective, gradient_norm],
+            "counts": [int(count) for count in counts[:QUARTERS]],
+            "bins": [losses[QUARTERS:], counts[QUARTERS:]],
+            "weights": weights,
             "steps": self.steps,
         }
 
@@ -91,8 +102,11 @@ class Window:
         """Restore the sums that `numbers` gave."""
         *losses, objective, gradient_norm = numbers["sums"]
         counts = numbers["counts"]
-        weights = numbers.get("weights", [sum(counts)] * 2)  # version 1 was written without them at first: all were 1
-        sums = [*losses, *counts, *weights, objective, gradient_norm]
+        # Version 1 was written without these two at first. Weights were 1; bins may also be those of another schedule.
+        weights = numbers.get("weights", [sum(counts)] * 2)
+        of_bins = numbers.get("bins", [[], []])
+        bin_losses, bin_counts = (saved if len(saved) == len(self.bins) else [0] * len(self.bins) for saved in of_bins)
+        sums = [*losses, *bin_losses, *counts, *bin_counts, *weights, objective, gradient_norm]
         self.sums.copy_(torch.tensor(sums, dtype=torch.float64))
         self.steps = numbers["steps"]
 
@@ -124,12 +138,12 @@ class Tracking:
         self.processes, self.writes = run.processes, run.processes.is_main
         self.batch_size, self.logging_steps = run.sizes.total, config.logging_steps
         self.folder = RunFolder(config.output_dir)
-        self._unwritten: list[dict] = []
         self.tracker = None
         if self.writes:
             # A line in the middle of a window, at the end of a run that now goes on, is not to stay.
             last_line = state.step - (1 if state.window.steps and not run.over_at_start else 0)
-            keep_lines_up_to(self.folder, last_line)
+            self.metrics = LineFile(self.folder.metrics_file, last_line)
+            self.timesteps = LineFile(self.folder.timesteps_file, last_line)
             self.tracker = open_tracker(config, last_line)
         silent = not run.processes.is_local_main
         self.bar = progress_bar(total=run.total_steps, initial=state.step, desc="Steps", disable=silent)
@@ -157,19 +171,22 @@ class Tracking:
         line_due = state.step % self.logging_steps == 0
         if not (line_due or ending == "finished"):
             return
-        metrics = self._metrics(state)
+        sums = state.window.fetch()
+        metrics = self._metrics(state, sums)
+        with self.clock.paused():  # to look at a sampler is no part of what it costs
+            timesteps = describe_timesteps(state, sums)
         if self.writes:
-            self._write(state, metrics)
+            self._write(state, metrics, timesteps)
         if line_due:
             state.smoothed_loss = metrics["smoothed_loss"]
             state.window.clear()
 
-    def _metrics(self, state: TrainingState) -> dict[str, float]:
+    def _metrics(self, state: TrainingState, sums: Sums) -> dict[str, float]:
         """Compute the line of the steps of the window, the same on all processes but for times and memory."""
-        window = state.window
-        sums = window.sums.tolist()
-        by_quarter, counts, (weight, weight_squared) = sums[LOSSES], sums[COUNTS], sums[WEIGHTS]
-        loss, gradient_norm = sums[OBJECTIVE] / window.steps, sums[GRADIENT_NORM]
+        window, (losses, counts, others) = state.window, sums
+        counts = counts[:QUARTERS]
+        weight, weight_squared, objective, gradient_norm = others
+        loss = objective / window.steps
         # Fetching the sums has waited for the device, so the clock is true.
         state.train_seconds = self.clock.train_seconds
         now = (state.step, state.train_seconds, self.clock.data_seconds, state.loss.sampler_seconds)
@@ -180,7 +197,7 @@ class Tracking:
         metrics = {
             "loss": loss,
             "smoothed_loss": smoothed_loss,
-            **{f"loss_q{q}": by_quarter[q] / count for q, count in enumerate(counts) if count},
+            **{f"loss_q{q}": losses[q] / count for q, count in enumerate(counts) if count},
             # The effective sample size of the weighted losses, as a share of the images (Kong 1992).
             **({"weight_ess": weight**2 / (sum(counts) * weight_squared)} if weight_squared else {}),
             # Under fp16 an overflow now and then is normal; JSON has no infinity.
@@ -197,15 +214,11 @@ class Tracking:
             metrics["device_memory_gb"] = torch.cuda.max_memory_allocated(self.processes.device) / 2**30
         return metrics
 
-    def _write(self, state: TrainingState, metrics: dict[str, float]) -> None:
-        self._unwritten.append({"step": state.step, "train_seconds": round(state.train_seconds, 3), **metrics})
-        try:
-            append_lines(self.folder.metrics_file, self._unwritten)
-            fault_point("metrics")
-            self._unwritten = []
-        except OSError as error:
-            if len(self._unwritten) == 1:  # said once: the lines are kept and tried again with the next
-                logger.warning("The metrics of step %d cannot be written yet: %s", state.step, error.strerror)
+    def _write(self, state: TrainingState, metrics: dict[str, float], timesteps: dict) -> None:
+        when = {"step": state.step, "train_seconds": round(state.train_seconds, 3)}
+        self.metrics.append(when | metrics)
+        fault_point("metrics")
+        self.timesteps.append(when | timesteps)
         values = {**metrics, "train_seconds": state.train_seconds}
         self._to_tracker(lambda tracker: tracker.log(values, step=state.step))
         shown = {"loss": f"{metrics['loss']:.4f}", "lr": f"{metrics['lr']:.2e}", "step": state.step}
@@ -222,22 +235,38 @@ class Tracking:
         else:
             self._to_tracker(lambda tracker: tracker.log_images({name: [picture]}, step=step))
 
-    def log_density(self, density: torch.Tensor, step: int) -> None:
-        """Show the probability of the timesteps as a histogram; that of a sampler that adapts moves."""
+    def log_timesteps(self, state: TrainingState) -> None:
+        """Show what a sampler does as histograms: its density over t; over log-SNR that, its signals, and the loss."""
         if self.tracker is None:
             return
+        density, bins = state.loss.sampler.describe(), state.window.bins
         edges = np.linspace(0, len(density), min(DENSITY_BINS, len(density)) + 1).round()
-        share = np.add.reduceat(density.numpy(), edges[:-1].astype(int))
-        if self.tracker.name == "tensorboard":
-            times = np.arange(len(density)) + 0.5
-            values = {"min": 0, "max": len(density), "num": 1, "bucket_limits": edges[1:], "bucket_counts": share}
-            values |= {"sum": times @ density.numpy(), "sum_squares": times**2 @ density.numpy()}
-            self._to_tracker(lambda tracker: tracker.writer.add_histogram_raw(DENSITY, **values, global_step=step))
-        else:
-            import wandb
+        self._log_histogram(DENSITY, edges, np.add.reduceat(density.numpy(), edges[:-1].astype(int)), state.step)
+        by_bin = {"density": rounded(bins.total(density))}
+        if self.timesteps.latest is not None:
+            by_bin["loss"] = self.timesteps.latest["loss"]
+        by_bin |= {
+            f"signal_{name}": rounded(bins.average(table)) for name, table in state.loss.sampler.signals().items()
+        }
+        for name, values in by_bin.items():
+            edges, heights = bins.with_gaps(np.nan_to_num(np.array(values, dtype=float)), 0)
+            self._log_histogram(f"log_snr/{name}", edges, heights, state.step)
 
-            histogram = wandb.Histogram(np_histogram=(share, edges))
-            self._to_tracker(lambda tracker: tracker.log({DENSITY: histogram}, step=step))
+    def _log_histogram(self, name: str, edges: np.ndarray, heights: np.ndarray, step: int) -> None:
+        def write(tracker) -> None:
+            if tracker.name == "tensorboard":
+                middles, filled = (edges[1:] + edges[:-1]) / 2, np.append((heights > 0).nonzero()[0], 0)
+                # It would stretch the outermost bars that are not empty to a minimum and maximum beyond them.
+                values = {"min": edges[filled[0]], "max": edges[filled.max() + 1], "num": 1}
+                values |= {"sum": middles @ heights, "sum_squares": middles**2 @ heights}
+                values |= {"bucket_limits": edges[1:], "bucket_counts": heights}
+                tracker.writer.add_histogram_raw(name, **values, global_step=step)
+            else:
+                import wandb
+
+                tracker.log({name: wandb.Histogram(np_histogram=(heights, edges))}, step=step)
+
+        self._to_tracker(write)
 
     def _to_tracker(self, action: Callable) -> None:
         """Write to the tracker. Curves are worth less than the run: if they cannot be written, they end."""
@@ -271,6 +300,50 @@ def open_tracker(config: TrainingConfig, step: int):
     return tracker
 
 
+def describe_timesteps(state: TrainingState, sums: Sums) -> dict:
+    """Say what the timesteps did in a window: by bin of log-SNR their probability, mean unweighted loss, and signals.
+
+    Probability and signals are those at its end. A bin of which nothing was drawn has no loss.
+    """
+    bins, sampler = state.window.bins, state.loss.sampler
+    losses, counts, _ = sums
+    of_bins = zip(losses[QUARTERS:], counts[QUARTERS:], strict=True)
+    return {
+        "log_snr": rounded(bins.centres),
+        "probability": rounded(bins.total(sampler.describe())),
+        "loss": rounded(loss / count if count else math.nan for loss, count in of_bins),
+        "signals": {name: rounded(bins.average(table)) for name, table in sampler.signals().items()},
+    }
+
+
+def rounded(values: Iterable[float]) -> list[float | None]:
+    """Round to six digits; JSON has no numbers that are not finite."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in map(float, values)]
+
+
+class LineFile:
+    """A file of a run with a line of JSON for each window; what a full disk does not take is tried again later."""
+
+    def __init__(self, path: Path, last_step: int):
+        """Drop the lines of steps that will be repeated, and a last line that was cut off."""
+        self.path, self._unwritten = path, []
+        lines = [line for line in read_lines(path) if line["step"] <= last_step]
+        self.latest: dict | None = lines[-1] if lines else None
+        if path.exists():
+            write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+    def append(self, line: dict) -> None:
+        """Append a line and those before it that could not be written."""
+        self.latest = line
+        self._unwritten.append(line)
+        try:
+            append_lines(self.path, self._unwritten)
+            self._unwritten = []
+        except OSError as error:
+            if len(self._unwritten) == 1:  # said once
+                logger.warning(f"{self.path} cannot be written yet at step {line['step']}: {error.strerror}")
+
+
 def append_lines(path: Path, values: list[dict]) -> None:
     """Append all of the lines or, on a full disk, none of them."""
     text = "".join(json.dumps(value) + "\n" for value in values).encode()
@@ -282,10 +355,3 @@ def append_lines(path: Path, values: list[dict]) -> None:
         except OSError:
             file.truncate(end)
             raise
-
-
-def keep_lines_up_to(folder: RunFolder, step: int) -> None:
-    """Drop the lines of steps that will be repeated, and a last line that was cut off."""
-    if folder.metrics_file.exists():
-        kept = [line for line in folder.read_metrics() if line["step"] <= step]
-        write_atomically(folder.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))

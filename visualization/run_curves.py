@@ -1,25 +1,31 @@
 """Pictures of a run: which timesteps it drew, and how it fared on them."""
 
+import math
 from pathlib import Path
 
 import numpy as np
 import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.colors import AsinhNorm, LogNorm
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from common.errors import UserError, reason_of
-from common.plots import single_panel
+from common.plots import drawing, single_panel
 from run_folder.checkpoints import checkpoints, step_of
 from run_folder.config import TrainingConfig
 from run_folder.folder import QUARTERS, RunFolder
 from schedulers.ddpm import build_scheduler
 from schedulers.loss import build_sampler, sampler_state
+from schedulers.timestep_samplers import LogSNRBins
 
 EFFECTIVE_SAMPLE_SIZE = "weight_ess"
 MOST_CURVES = 8
 SMOOTHED_OVER = 50  # the part of a run that a running mean covers
+MOST_COLUMNS = 150  # of a picture over time; lines of a long run are averaged
+MOST_DENSITY = 32.0  # as a multiple of uniform: beyond it and its inverse colours stay the same
+NOTHING = "#CCCCCC"
 
 
 def read_run(path: Path) -> tuple[TrainingConfig, list[dict]]:
@@ -68,6 +74,63 @@ def draw_densities(densities: dict[int, torch.Tensor], sampler_name: str, path: 
             density = densities[step]
             axes.plot(density * len(density), color=colormaps["viridis"](place), linestyle="-", label=f"{step:,}")
     return path
+
+
+def read_timesteps(path: Path, config: TrainingConfig) -> tuple[list[dict], LogSNRBins]:
+    """Read what the timesteps of a run did, and the bins of log-SNR by which that is told."""
+    bins = LogSNRBins(build_scheduler(config.ddpm_beta_schedule, config.ddpm_num_steps).alphas_cumprod)
+    # A run that went on from a checkpoint of another schedule has lines by other bins.
+    return [line for line in RunFolder(path).read_timesteps() if same_numbers(line["log_snr"], bins.centres)], bins
+
+
+def same_numbers(some: list[float], others: torch.Tensor) -> bool:
+    return len(some) == len(others) and np.allclose(some, others, rtol=1e-5)
+
+
+def draw_over_log_snr(lines: list[dict], bins: LogSNRBins, sampler_name: str, path: Path) -> Path:
+    """Draw over the steps, by log-SNR, which noise levels were drawn, how the network fared, what the sampler saw."""
+    uniform = (bins.counts / bins.counts.sum()).numpy()
+    density = np.array([line["probability"] for line in lines]) / uniform
+    tables = {"density, as a multiple of uniform $t$": density.clip(1 / MOST_DENSITY, MOST_DENSITY)}
+    tables["mean loss, unweighted"] = np.array([line["loss"] for line in lines], dtype=float)
+    known = (name for line in lines for name, values in line["signals"].items() if set(values) != {None})
+    for name in dict.fromkeys(known):
+        signal = [line["signals"].get(name, [None] * len(bins)) for line in lines]
+        tables[f"signal: {name.replace('_', ' ')}"] = np.array(signal, dtype=float)
+    columns = np.array_split(np.arange(len(lines)), min(MOST_COLUMNS, len(lines)))
+    steps = [0] + [lines[column[-1]]["step"] for column in columns]
+    layout = {"rows": len(tables), "panel_width": 8, "aspect": 0.3}
+    with drawing(path, **layout, sharex=True, sharey=True) as (figure, panels):
+        for axes, (title, table) in zip(panels.flat, tables.items(), strict=True):
+            finite = np.ma.masked_invalid(table)
+            means = np.ma.stack([finite[column].mean(0) for column in columns], axis=1).filled(np.nan)
+            edges, values = bins.with_gaps(means, np.nan)
+            colours, scale = (colours_around_1 if axes is panels[0, 0] else colours_for)(values)
+            bar = figure.colorbar(axes.pcolormesh(steps, edges, values, **colours), ax=axes, pad=0.01, **scale)
+            bar.ax.minorticks_off()
+            axes.set(title=title, facecolor=NOTHING)
+            axes.grid(visible=False)
+        panels[-1, 0].set_xlabel("step")
+        figure.supylabel("log-SNR: noise below, image above")
+        figure.suptitle(f"The noise levels that '{sampler_name}' trained on (grey: none drawn, or not known yet)")
+    return path
+
+
+def colours_around_1(values: np.ndarray) -> tuple[dict, dict]:
+    """Choose colours and a scale for factors: the same for twice and for half."""
+    powers = max(1, math.ceil(np.nanmax(np.abs(np.log2(values)))))
+    ticks = 2.0 ** np.arange(-powers, powers + 1)
+    scale = {"ticks": ticks, "format": lambda factor, _: f"{factor:g}" if factor >= 1 else f"1/{1 / factor:g}"}
+    return {"norm": LogNorm(ticks[0], ticks[-1]), "cmap": "RdBu_r"}, scale
+
+
+def colours_for(values: np.ndarray) -> tuple[dict, dict]:
+    """Choose colours by order of magnitude; where there are negative values, from 0 both ways."""
+    if np.nanmin(values) > 0:
+        return {"norm": LogNorm()}, {}
+    size = np.abs(values)
+    most = np.nanmax(size) or 1.0
+    return {"norm": AsinhNorm(max(np.nanmedian(size), 1e-3 * most), -most, most), "cmap": "RdBu_r"}, {}
 
 
 def draw_losses_by_quarter(metrics: list[dict], num_train_timesteps: int, path: Path) -> Path:
