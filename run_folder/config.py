@@ -34,7 +34,8 @@ PAPER_BATCH_SIZE = 128
 
 # TIMESTEP_SAMPLERS of schedulers/loss.py by what they train, without importing torch.
 SAME_OBJECTIVE = ("uniform", "stratified", "loss_second_moment", "kingma_gao")
-CHANGED_OBJECTIVE = ("logit_normal", "edm", "log_snr", "laplace", "beta", "speed", "infonoise", "edm2", "ats")
+CHANGED_OBJECTIVE = ("logit_normal", "edm", "log_snr", "laplace", "beta", "speed")
+CHANGED_OBJECTIVE += ("infonoise", "edm2", "marginal_return", "ats")
 
 
 @section("condition")
@@ -147,6 +148,11 @@ class TimestepOptions:
     edm2_std: float = option(1.0, "Standard deviation of ln sigma.", POSITIVE)
     edm2_floor: float = option(0.0, "Share of uniform draws.", UP_TO_ONE)
     edm2_learning_rate: float = option(0.01, "Learning rate of the expected loss.", POSITIVE)
+    marginal_return_prior: float = option(0.3, "Share of draws that are uniform in log SNR.", UP_TO_ONE)
+    marginal_return_power: float = option(0.25, "Losses are weighted by this power of 1 / the error.", NOT_NEGATIVE)
+    marginal_return_floor: float = option(0.03, "Share of uniform draws.", UP_TO_ONE)
+    marginal_return_low: float = option(-6.5, "Lowest log SNR drawn but for the floor.")
+    marginal_return_high: float = option(6.2, "Highest log SNR drawn but for the floor.")
     ats_interval: int = option(40, "Steps between updates of the policy.", POSITIVE)
     ats_grid: int = option(50, "Timesteps whose losses are compared before and after an update.", POSITIVE)
     ats_queue: int = option(20, "Comparisons remembered for the choice of timesteps.", POSITIVE)

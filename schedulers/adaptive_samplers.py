@@ -124,6 +124,106 @@ class BinnedLosses(TimestepSampler):
         self._refresh()
 
 
+THIRDS = 3  # of an octave, a doubling of the steps, in which losses are summed
+WORTH_A_LOOK = 100  # losses of a bin in an octave
+
+
+class MarginalReturn(TimestepSampler):
+    """Draw where a further draw lowers the variational bound most; weight losses by how uncertain they are.
+
+    The bound is the error L of epsilon summed over lambda = log SNR (Kingma et al. 2021). Where L falls with the number
+    n of steps, the draws at lambda have earned D = -dL / d ln n, and they are spent best where all earn the same:
+
+        p(lambda) = s D / sum D + (1 - s) pi,    w(lambda) ~ L^-power, of mean 1 over the draws
+
+    pi is uniform in lambda from `low` to `high`. D is the mean loss over steps n/4 to n/2 less that over n/2 to n, by
+    ln 2, in bins of lambda, less its standard error. s is 1 - prior times the part of all that fell which is not
+    standard error: where noise is all there is, p falls back to pi.
+    Power 1 would weight as least squares does, where L is the variance of the noise; a root of it keeps small noise in
+    the game. A share `floor` of the draws is uniform over all t. Another objective.
+    """
+
+    objective = "changed"
+    needs_squared_errors = True
+    stratified = True
+
+    def __init__(
+        self,
+        alphas_cumprod: torch.Tensor,
+        prior: float = 0.3,
+        power: float = 0.25,
+        floor: float = 0.03,
+        low: float = -6.5,
+        high: float = 6.2,
+    ):
+        super().__init__(alphas_cumprod)
+        self.bins, self.prior, self.power, self.floor = LogSNRBins(alphas_cumprod), prior, power, floor
+        self.range = self.bins.widths * ((self.bins.log_snr >= low) & (self.bins.log_snr <= high))
+        if not self.range.any():
+            raise ValueError(f"low {low}, high {high}: no timestep's log SNR is between them")
+        # Of the errors in every bin: their number, sum and sum of squares, in the present third of an octave of steps
+        # and in the six before it.
+        self.moments = torch.zeros(3, 1 + 2 * THIRDS, len(self.bins), dtype=torch.float64)
+        self.third = torch.zeros((), dtype=torch.int64)  # the present one, counted from the first step
+        self._refresh()
+
+    @property
+    def least_probability(self) -> float:
+        return self.floor / self.num_train_timesteps
+
+    def observe(self, step: int, timesteps: torch.Tensor, losses: torch.Tensor) -> None:
+        third = int(THIRDS * math.log2(step + 1))
+        if (passed := third - self.third.item()) > 0:
+            self.third += passed
+            passed = min(passed, 1 + 2 * THIRDS)
+            self.moments = self.moments.roll(passed, dims=1)
+            self.moments[:, :passed] = 0
+            self._refresh()
+        errors = losses / self.x_0_weights[timesteps] * self.bins.log_snr.exp()[timesteps]  # of epsilon
+        for moment, values in zip(self.moments, (torch.ones_like(errors), errors, errors.square()), strict=True):
+            moment[0].index_add_(0, self.bins.of_timestep[timesteps], values)
+
+    def _refresh(self) -> None:
+        """Set density and weights by the two octaves before the present third of one."""
+        (count, total, squares), (count_before, total_before, squares_before) = (
+            self.moments[:, start : start + THIRDS].sum(1) for start in (1, 1 + THIRDS)
+        )
+        in_range = self.bins.total(self.range) > 0
+        known = torch.minimum(count, count_before) >= WORTH_A_LOOK
+        self.returns, self.expected = torch.zeros_like(total), torch.ones_like(total)
+        trust = 0.0
+        if known[in_range].all():
+            mean, mean_before = total / count, total_before / count_before
+            variance = (squares / count - mean.square()) / count
+            variance += (squares_before / count_before - mean_before.square()) / count_before
+            error = torch.where(known, variance.clamp(min=0).sqrt(), 0)
+            fallen = torch.where(known, (mean_before - mean - error).clamp(min=0), 0)
+            padded = fallen[[0, *range(len(fallen)), -1]] / math.log(2)
+            self.returns = (padded[:-2] + 2 * padded[1:-1] + padded[2:]) / 4  # neighbours learn from one another
+            self.expected = torch.where(known, mean, torch.nan)
+            trust = (fallen.sum() / (fallen + error).sum()).nan_to_num(0).item()
+        earned, pi = self.returns[self.bins.of_timestep] * self.range, self.range / self.range.sum()
+        share = (1 - self.prior) * trust
+        self.set_density(share * earned / earned.sum().clamp(min=1e-300) + (1 - share) * pi, self.floor)
+        known = self.expected.isfinite()
+        log_expected = np.interp(self.bins.log_snr, self.bins.centres[known], self.expected[known].log())
+        weights = torch.from_numpy(log_expected).mul(-self.power).exp()
+        self._corrections = (weights / (weights * self.describe()).sum()).float()
+
+    def signals(self) -> dict[str, torch.Tensor]:
+        tables = {"return": self.returns, "expected_error": self.expected}
+        own = {name: table[self.bins.of_timestep] for name, table in tables.items()}
+        return own | {"weight": self._corrections.double()} if self.returns.any() else {}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"moments": self.moments, "third": self.third}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        load_into(self.moments, state["moments"], "moments")
+        self.third.copy_(state["third"])
+        self._refresh()
+
+
 class KingmaGao(BinnedLosses):
     """p(lambda) proportional to the expected weighted loss at lambda (Kingma & Gao 2023, adaptive noise schedule).
 

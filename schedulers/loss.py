@@ -28,7 +28,14 @@ from common.errors import UserError
 from common.machine import PendingCopy, to_device
 from common.processes import Processes
 from common.randomness import derive_seed, generator_for, standard_normal
-from schedulers.adaptive_samplers import EDM2, AdaptiveTimestepSampling, InfoNoise, KingmaGao, LossSecondMoment
+from schedulers.adaptive_samplers import (
+    EDM2,
+    AdaptiveTimestepSampling,
+    InfoNoise,
+    KingmaGao,
+    LossSecondMoment,
+    MarginalReturn,
+)
 from schedulers.ddpm import ExactDDPMScheduler
 from schedulers.prediction import prediction_of, signal_to_noise
 from schedulers.timestep_samplers import (
@@ -61,6 +68,7 @@ TIMESTEP_SAMPLERS: dict[str, type[TimestepSampler]] = {
     "kingma_gao": KingmaGao,
     "infonoise": InfoNoise,
     "edm2": EDM2,
+    "marginal_return": MarginalReturn,
     "ats": AdaptiveTimestepSampling,
 }
 

@@ -1,6 +1,7 @@
 """Samplers that learn: what they learn, and that processes and resumed runs learn the same."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -30,12 +31,13 @@ from schedulers.adaptive_samplers import (
     InfoNoise,
     KingmaGao,
     LossSecondMoment,
+    MarginalReturn,
     beta_draws,
     most_telling,
 )
 from schedulers.ddpm import build_scheduler
 from schedulers.loss import DiffusionLoss, build_loss
-from schedulers.timestep_samplers import TimestepSampler, UpdateProbe
+from schedulers.timestep_samplers import LogSNRBins, TimestepSampler, UpdateProbe
 from training.update import Update
 
 T = 20
@@ -197,14 +199,19 @@ def test_edm2_learns_as_autograd_and_adam_do():
         torch.testing.assert_close(sampler.layer, layer.detach(), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("make", [partial(KingmaGao, bins=4), partial(InfoNoise, bins=4), EDM2])
+def EagerReturn(alphas_cumprod: torch.Tensor) -> MarginalReturn:
+    return MarginalReturn(alphas_cumprod, low=-math.inf, high=math.inf, prior=0.1)
+
+
+@pytest.mark.parametrize("make", [partial(KingmaGao, bins=4), partial(InfoNoise, bins=4), EDM2, EagerReturn])
 def test_a_restored_state_draws_and_learns_the_same(make):
     def learn(sampler: TimestepSampler, steps: range) -> list[torch.Tensor]:
         drawn = []
         for step in steps:
-            timesteps, weights = sampler.sample(16, generator_for("timesteps", step))
+            timesteps, weights = sampler.sample(1024, generator_for("timesteps", step))
             drawn += [timesteps, weights]
-            sampler.observe(step, timesteps, torch.rand(16, generator=generator_for("losses", step)).double())
+            losses = torch.rand(1024, generator=generator_for("losses", step)).double() * (step + 1) ** -0.5 + timesteps
+            sampler.observe(step, timesteps, losses)
         return drawn
 
     whole, parts = make(CUMULATIVE), make(CUMULATIVE)
@@ -212,12 +219,85 @@ def test_a_restored_state_draws_and_learns_the_same(make):
     restored = make(CUMULATIVE)
     restored.load_state_dict({name: tensor.clone() for name, tensor in parts.state_dict().items()})
     assert torch.equal(restored.describe(), parts.describe())
+    assert make is EDM2 or not torch.equal(parts.describe(), make(CUMULATIVE).describe())  # it has learned
     for mine, theirs in zip(learn(whole, range(30))[30:], learn(restored, range(15, 30)), strict=True):
         assert torch.equal(mine, theirs)
-    other = make(CUMULATIVE, bins=3) if make is not EDM2 else None
+    other = make(CUMULATIVE, bins=3) if isinstance(make, partial) else None
     if other is not None:
         with pytest.raises(ValueError, match="averages of its timestep sampler has the shape"):
             other.load_state_dict(parts.state_dict())
+
+
+# Marginal return.
+
+
+def power_laws(bins: LogSNRBins) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how high above its limit the error of each bin starts, and the limit: L = limit + height n^-1/2."""
+    place = torch.linspace(0, 1, len(bins), dtype=torch.float64)
+    return 0.1 + place, 0.01 + place**2
+
+
+def learned_returns(steps: int, noise: float = 0.0, falling: bool = True, **options) -> MarginalReturn:
+    """Let a sampler see errors that fall as power laws, every bin's equally often."""
+    cumulative = build_scheduler().alphas_cumprod
+    sampler = MarginalReturn(cumulative, **options)
+    heights, limits = power_laws(sampler.bins)
+    timesteps = torch.cat([(sampler.bins.of_timestep == b).nonzero()[:1, 0] for b in range(len(sampler.bins))])
+    timesteps = timesteps.repeat_interleave(8)
+    bins = sampler.bins.of_timestep[timesteps]
+    for step in range(steps):
+        errors = limits[bins] + falling * heights[bins] * (step + 1) ** -0.5
+        chance = torch.randn(len(bins), generator=generator_for("losses", step), dtype=torch.float64)
+        sampler.observe(step, timesteps, errors * (1 + noise * chance))
+    return sampler
+
+
+def test_what_the_draws_have_earned_is_read_from_the_losses():
+    """dL / d ln n of a power law; its mean over an octave, less that over the next, is that of some n between."""
+    sampler = learned_returns(steps=1030, prior=0.0, power=0.0, floor=0.0)
+    heights, _ = power_laws(sampler.bins)
+    earned = heights * (np.mean(np.arange(257, 513) ** -0.5) - np.mean(np.arange(513, 1025) ** -0.5)) / math.log(2)
+    # A bin is smoothed with its neighbours, of which it is the mean where the heights are on a line.
+    torch.testing.assert_close(sampler.returns[1:-1], earned[1:-1], rtol=0.02, atol=0)
+    per_log_snr = sampler.describe() / sampler.bins.widths
+    inside = (sampler.range > 0) & (sampler.bins.of_timestep > 0)
+    ratio = per_log_snr[inside] / sampler.returns[sampler.bins.of_timestep][inside]
+    torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio), rtol=0.03, atol=0)  # a little is left to the prior
+    assert sampler.describe()[sampler.range == 0].sum() == 0
+
+
+def test_weights_follow_the_expected_error_and_have_mean_one():
+    sampler = learned_returns(steps=1030, power=0.5)
+    weights = sampler._corrections.double()
+    assert (weights * sampler.describe()).sum().item() == pytest.approx(1)
+    centres = [(sampler.bins.log_snr - centre).abs().argmin().item() for centre in sampler.bins.centres[2:-2]]
+    product = weights[centres] * sampler.expected[2:-2].sqrt()
+    torch.testing.assert_close(product, product.mean().expand_as(product), rtol=0.1, atol=0)
+    assert (learned_returns(steps=1030, power=0.0)._corrections == 1).all()
+
+
+def test_noise_earns_nothing_and_every_timestep_keeps_its_floor():
+    prior = MarginalReturn(build_scheduler().alphas_cumprod).describe()
+    noisy = learned_returns(steps=1030, noise=0.5, falling=False)
+    assert (noisy.describe() - prior).abs().sum() < 0.2  # of 2, where nothing is shared
+    assert (learned_returns(steps=1030, noise=0.01).describe() - prior).abs().sum() > 0.3
+    assert torch.equal(learned_returns(steps=40).describe(), prior)  # too few losses to tell
+    sampler = learned_returns(steps=1030)
+    assert sampler.describe().min() >= sampler.least_probability * (1 - 1e-12)
+    assert not torch.equal(sampler.describe(), prior)
+
+
+@pytest.mark.parametrize("prediction_type", ["v_prediction", "sample"])
+def test_returns_are_of_errors_of_epsilon_whatever_is_predicted(prediction_type):
+    options = vars(TrainingConfig(timestep_sampler="marginal_return", loss_weighting="min_snr"))
+    process = build_scheduler(prediction_type=prediction_type)
+    loss = build_loss(options, process)
+    snr = process.alphas_cumprod / (1 - process.alphas_cumprod)
+    of_x_0 = {"sample": 1, "v_prediction": 1 / (snr + 1)}[prediction_type]  # the error of x_0 for one of the network's
+    timesteps = torch.arange(1000)
+    loss.sampler.observe(0, timesteps, (loss.weights.double() / (of_x_0 * snr))[timesteps])
+    count, total, _ = loss.sampler.moments[:, 0]
+    torch.testing.assert_close(total, count)  # as if every error of epsilon had been 1
 
 
 # ATS.
@@ -325,12 +405,13 @@ LEARNING = {
     "infonoise": ["--timestep_sampler=infonoise", "--infonoise_bins=2", "--loss_weighting=edm"],
     "kingma_gao": ["--timestep_sampler=kingma_gao", "--kingma_gao_bins=2", "--loss_weighting=sigmoid"],
     "edm2": ["--timestep_sampler=edm2", "--loss_weighting=edm"],
+    "marginal_return": ["--timestep_sampler=marginal_return", "--marginal_return_low=-20", "--marginal_return_high=20"],
     "ats": ["--timestep_sampler=ats", "--ats_interval=2", "--ats_grid=10", "--ats_queue=4"],
 }
 FLAGS = [f"--ddpm_num_steps={T}", "--ddpm_num_inference_steps=2", "--logging_steps=3", "--save_images_steps=100"]
 
 
-@pytest.mark.parametrize("name", ["loss_second_moment", "infonoise", "edm2", "ats"])
+@pytest.mark.parametrize("name", ["loss_second_moment", "infonoise", "edm2", "marginal_return", "ats"])
 def test_resumed_equals_uninterrupted(name, train, tmp_path):
     """Stopped within a window of metrics, with losses still on their way."""
     flags = [*FLAGS, *LEARNING[name], "--timestep_sampler=" + name]
@@ -389,7 +470,7 @@ def noted(name: Path, index: int) -> tuple[dict[str, torch.Tensor], list[dict[st
 
 
 # Few steps of ATS: Adam makes of gradients that round differently updates that differ.
-STEPS = {"loss_second_moment": 16, "infonoise": 10, "kingma_gao": 10, "edm2": 4, "ats": 4}
+STEPS = {"loss_second_moment": 16, "infonoise": 10, "kingma_gao": 10, "edm2": 4, "marginal_return": 6, "ats": 4}
 
 
 def flags_of(name: str, base: list[str]) -> list[str]:
@@ -417,7 +498,7 @@ def test_two_processes_learn_and_draw_what_one_does(name, two_processes, tiny_fl
     assert first.keys() == second.keys() == alone.keys()
     for key in first:
         assert torch.equal(first[key], second[key]), key
-    for key in ("losses", "counts", "averages", "layer", "queue", "shapes", "selected"):
+    for key in ("losses", "counts", "averages", "layer", "moments", "queue", "shapes", "selected"):
         if key in alone:
             torch.testing.assert_close(first[key], alone[key], rtol=1e-3, atol=1e-6, msg=key)
     if "averages" in first:
