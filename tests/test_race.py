@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from benchmarks.race import measure, plan, record, report
 from benchmarks.race import train as training
 from benchmarks.race.analysis import Curve, compare, exponent, falling, interval
 from benchmarks.race.plan import Entry, GeometricTimes, read_race
-from common.errors import UserError
+from common import interruption
+from common.errors import RunFailed, UserError
 
 
 def power_law(scale: float, a: float = 0.5, times: tuple[float, ...] = (10, 20, 40, 80, 160)) -> Curve:
@@ -309,8 +311,6 @@ def test_a_training_that_was_killed_begins_again(write_race, run, monkeypatch, c
 
 def test_a_training_that_was_stopped_goes_on_with_its_snapshots(write_race, run, monkeypatch):
     """Those after its checkpoint are of a process that was killed later, and are made again."""
-    from common import interruption
-
     keep = training.Snapshots.keep
 
     def stopped(self, state, time):
@@ -330,6 +330,29 @@ def test_a_training_that_was_stopped_goes_on_with_its_snapshots(write_race, run,
     run(file, "--methods", "uniform", "--seeds", 0)
     assert (folder / "snapshot-2" / "old").exists()
     assert [path[1] for path in Judge.measured] == ["snapshot-2", "snapshot-4", "snapshot-8", "snapshot-16"]
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "message"),
+    [
+        ("exit 2", UserError, "stratified-0 cannot be trained: the line above says why"),
+        ("exit 1", RunFailed, "stratified-0 ended with 1; start the same command again"),
+        ("kill -9 $$", RunFailed, "stratified-0 ended with -9; start the same command again"),
+        ("trap 'exit 75' TERM; sleep 5 & wait", interruption.Interrupted, "stratified-0: stopped in its training"),
+    ],
+)
+def test_how_a_training_ended_is_passed_on(tmp_path, monkeypatch, program, error, message):
+    """A stop that the race is asked for is the training's to save first; it is waited for."""
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\n{program}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(script))
+    monkeypatch.setattr(interruption, "_requested", None)
+    timer = threading.Timer(0.2, setattr, (interruption, "_requested", "SIGTERM"))
+    timer.start()
+    with pytest.raises(error, match=re.escape(message)):
+        race_command.train(Entry("stratified", 0), tmp_path / "plan.json", 1)
+    timer.cancel()
 
 
 def test_results_of_another_definition_are_not_reused(write_race, run):
@@ -388,3 +411,19 @@ def test_the_error_of_bf16_is_stated(write_race, run):
     run(file, "--check_precision", "DDPM-5@10")
     page = (read_race(file).results / "race.md").read_text()
     assert "| uniform-0-x2 | DDPM-5@10 | bf16 | 25.000 | 25.000 | +0.00% |" in page
+
+
+def test_the_page_s_own_race_runs(write_race, run, tmp_path, monkeypatch):
+    """Its class and its file as they stand there, for a few steps."""
+    page = (plan.ROOT / "docs" / "race.md").read_text(encoding="utf-8")
+    code, race = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL).group(1) for kind in ("python", "yaml"))
+    (tmp_path / "my_sampler.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    tiny = yaml.safe_load(write_race().read_text())["training"]
+    values = yaml.safe_load(race)
+    values |= {"budget": {"steps": 8}, "threads": 1, "training": {**values["training"], **tiny}}
+    (tmp_path / "my_race.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    trained = run(Path("my_race.yaml"), "--seeds", 0)
+    assert trained == ["uniform-0", "stratified-0", "low_noise-0", "low_noise_slower-0"]
+    density = json.loads((tmp_path / "runs" / "low_noise-0" / "snapshot-8" / "density.json").read_text())
+    assert density[0] / density[99] == pytest.approx(10)  # (1 + t)^-0.5, as the race's file has it

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.race.plan import ROOT, Entry, Race, points_of, read_race, require
+from benchmarks.race.plan import Entry, Race, points_of, read_race, require
 from common.errors import RunFailed, UserError, run_script
 from common.files import lock, write_atomically
 from common.interruption import EXIT_INTERRUPTED, Interrupted, stop_requested, stops_deferred
@@ -98,7 +98,6 @@ def train(entry: Entry, plan: Path, threads: int) -> None:
     with stops_deferred():
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.race.train", str(plan)],
-            cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
             preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
         )
