@@ -165,4 +165,5 @@ def check_precision(race: Race, name: str) -> None:
 
 
 if __name__ == "__main__":
+    sys.argv[0] = "benchmarks.race"  # as usage and errors call it
     run_script(main)

@@ -46,9 +46,8 @@ def flags_for(race: Race, entry: Entry) -> list[str]:
         "eval_batch_size": 1,  # of the grid that the end of a run draws
         "ddpm_num_inference_steps": 1,
         "checkpoints_total_limit": 1,
-        "logger": "none",
     }
-    return flags_of({**race.training, **race.methods[entry.method], **own}, TrainingConfig)
+    return flags_of({"logger": "none", **race.training, **race.methods[entry.method], **own}, TrainingConfig)
 
 
 def config_of(race: Race, entry: Entry) -> TrainingConfig:
@@ -111,8 +110,11 @@ def changes(race: Race, entry: Entry, known: dict) -> list[str]:
     """Name what has changed since a plan or a result was written; what it does not say is taken to be the same."""
     now = definition(race, entry)
     settings = []
-    for options, training in ((known["options"], known["training"]), (now["options"], now["training"])):
-        config = config_of(replace(race, methods={entry.method: options}, training=training), entry)
+    for one in (known, now):
+        try:
+            config = config_of(replace(race, methods={entry.method: one["options"]}, training=one["training"]), entry)
+        except UserError as error:  # of options that were good once
+            return [str(error)]
         settings.append(settings_of(replace(config, total_batch_size=resolve_batch_sizes(config, 1).total)))
     changed = changed_settings(*settings)
     for name in ("budget", "threads"):

@@ -65,7 +65,7 @@ class Table:
             length = self.race.lengths.get(method, 1.0)
             wanted = self.race.times(self.measurement, Entry(method, 0, length))
             for seed, points in by_seed.items():
-                if len(points) > 1 and max(points) >= max(wanted):
+                if len(points) > 1 and max(points) >= max(wanted, default=0):
                     times, others = ([point[key] for point in points.values()] for key in keys)
                     values = [point[self.measurement.name]["fid"] for point in points.values()]
                     curves[method][seed] = Curve.fit(times, values, others)
