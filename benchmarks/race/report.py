@@ -65,9 +65,11 @@ class Table:
             length = self.race.lengths.get(method, 1.0)
             wanted = self.race.times(self.measurement, Entry(method, 0, length))
             for seed, points in by_seed.items():
-                if len(points) > 1 and max(points) >= max(wanted, default=0):
-                    times, others = ([point[key] for point in points.values()] for key in keys)
-                    values = [point[self.measurement.name]["fid"] for point in points.values()]
+                # A step so long that several times came in it has the same weights for all of them.
+                different = {point["step"]: point for point in points.values()}.values()
+                if len(different) > 1 and max(points) >= max(wanted, default=0):
+                    times, others = ([point[key] for point in different] for key in keys)
+                    values = [point[self.measurement.name]["fid"] for point in different]
                     curves[method][seed] = Curve.fit(times, values, others)
         return curves
 
