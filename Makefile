@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ENVIRONMENT = .venv/bin/python
 
-.PHONY: demo test faults lint house format clean
+.PHONY: demo race test faults lint house format clean
 
 demo: .venv/.installed ## train on the embedded digits, generate, evaluate
 	@$(ENVIRONMENT) train_unconditional.py --config configs/digits.yaml --output_dir runs/demo
@@ -11,6 +11,11 @@ demo: .venv/.installed ## train on the embedded digits, generate, evaluate
 	@echo
 	@echo "Look at runs/demo/samples/step-1000.png, runs/demo/KID_vs_TrainingSteps.png, and at all curves with"
 	@echo "  .venv/bin/tensorboard --logdir runs/demo/logs"
+
+race: .venv/.installed ## two ways to draw timesteps on the digits, by the clock: about two minutes
+	@$(ENVIRONMENT) -m benchmarks.race benchmarks/races/toy.yaml
+	@echo
+	@cat benchmarks/results/race/toy/race.md
 
 test: .venv/.installed-dev ## the whole test suite
 	@$(ENVIRONMENT) -m pytest -n auto --maxprocesses 4 --dist worksteal

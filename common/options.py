@@ -183,16 +183,24 @@ def read_config_file(path: Path, kind: type) -> list[str]:
         raise UserError(f"--config {path}: is not valid YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: must be a list of 'name: value' lines, as configs/digits.yaml is")
+    try:
+        return flags_of(values, kind)
+    except UserError as error:
+        raise UserError(f"--config {path}: {error}") from error
+
+
+def flags_of(values: dict[str, object], kind: type) -> list[str]:
+    """Return options by their names, as YAML gives them, as flags."""
     options = {name: facts for option, facts in facts_of(kind).items() for name in (option, *facts.aliases.split())}
     flags = []
     for name, value in values.items():
         if name not in options:
-            raise UserError(f"--config {path}: unknown key {name}{_suggestion(str(name), kind)}")
+            raise UserError(f"unknown key {name}{_suggestion(str(name), kind)}")
         if isinstance(value, list) and isinstance(options[name].default, list):
             flags += [f"--{name}", *map(str, value)] if value else []
             continue
         if isinstance(value, dict | list):
-            raise UserError(f"--config {path}: {name} must be a single value, not {value}")
+            raise UserError(f"{name} must be a single value, not {value}")
         if name == "mixed_precision" and value is False:
             value = "no"  # YAML reads a bare no as false
         if value is not None:

@@ -2,6 +2,9 @@
 
 import json
 import math
+import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +12,12 @@ import pytest
 import yaml
 
 from benchmarks.race import __main__ as race_command
-from benchmarks.race import plan, report
+from benchmarks.race import measure, plan, record, report
+from benchmarks.race import train as training
 from benchmarks.race.analysis import Curve, compare, exponent, falling, interval
-from benchmarks.race.plan import Entry, read_race
-from common.errors import UserError
+from benchmarks.race.plan import Entry, GeometricTimes, read_race
+from common import interruption
+from common.errors import RunFailed, UserError
 
 
 def power_law(scale: float, a: float = 0.5, times: tuple[float, ...] = (10, 20, 40, 80, 160)) -> Curve:
@@ -52,7 +57,42 @@ def test_who_does_not_get_there_counts_as_the_budget():
     slow = {0: power_law(400)}
     speed = compare(slow, {0: power_law(100)}, budget=160, share=0.5)
     assert speed.ratio == pytest.approx(2.0)
-    assert speed.reached == 0
+    assert (speed.reached, speed.bounds) == (0, 0)
+
+
+def test_who_runs_longer_is_known_for_longer():
+    """A run of two budgets that comes there after one and a half counts as that, not as the budget."""
+    longer = power_law(100 * 1.5**0.5, times=(10, 20, 40, 80, 160, 320))
+    speed = compare({0: longer}, {0: power_law(100)}, budget=160, share=1.0)
+    assert (speed.ratio, speed.reached) == (pytest.approx(1.5), 1)
+
+
+def test_who_is_there_before_the_first_point_is_said_to_be_bounded():
+    early = {0: power_law(10, times=(40, 80, 160))}
+    speed = compare(early, {0: power_law(100)}, budget=160, share=0.5)
+    assert (speed.ratio, speed.bounds) == (pytest.approx(0.5), 1)
+
+
+def test_nothing_is_read_off_beyond_the_points():
+    short = {0: power_law(100, times=(10, 20, 40))}
+    assert compare({0: power_law(50)}, short, budget=160, share=1.0) is None
+    assert compare({0: power_law(50)}, short, budget=160, share=0.25) is not None
+
+
+def test_where_the_baseline_stands_still_it_is_level_with_itself():
+    flat = {0: Curve.fit([10, 20, 40, 80], [9.0, 5.0, 4.0, 4.2])}
+    assert compare(flat, flat, budget=80, share=1.0).ratio == 1.0
+
+
+def test_a_method_that_is_slow_in_seconds_only_is_as_fast_in_steps():
+    """The same FID after as many steps, of which each takes twice as long."""
+    times = (10, 20, 40, 80, 160)
+    values = [100 * time**-0.5 for time in times]
+    steps = [10 * time for time in times]
+    baseline = Curve.fit([*times], values, steps)
+    slow = Curve.fit([2 * time for time in times], values, steps)
+    speed = compare({0: slow}, {0: baseline}, budget=160, share=0.5)
+    assert (speed.ratio, speed.other) == (pytest.approx(2.0), pytest.approx(1.0))
 
 
 def test_the_interval_holds_the_mean_and_widens_with_the_spread():
@@ -61,98 +101,329 @@ def test_the_interval_holds_the_mean_and_widens_with_the_spread():
     assert wide[1] - wide[0] == pytest.approx(10 * (narrow[1] - narrow[0]))
 
 
+def test_geometric_times_hold_the_targets():
+    fractions = GeometricTimes(0.1, 5).fractions(2.0)
+    assert {0.25, 0.5, 1.0, 2.0} <= {*fractions}
+    assert fractions[0] == pytest.approx(2 ** (-16 / 5))  # the first from 0.1 on
+    assert np.diff(np.log2(fractions)) == pytest.approx(0.2)
+    assert GeometricTimes(0.5, 1).fractions(1.5) == [0.5, 1.0, 1.5]
+
+
+# Races with a stand-in for the judge, and short runs of the real training in this process.
+
+
 @pytest.fixture
-def race_file(tmp_path, monkeypatch, tiny_network, cache_dir) -> Path:
-    """Two methods and two seeds of a few steps each, in folders of its own."""
+def write_race(tmp_path, monkeypatch, tiny_network, cache_dir) -> Callable[..., Path]:
+    """Write a race of two methods and two seeds of a few steps each, in folders of its own."""
     monkeypatch.setattr(plan, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(report, "SUMMARY", tmp_path / "results" / "race_summary.json")
     monkeypatch.setattr(plan.Race, "runs", property(lambda race: tmp_path / "runs"))
-    values = {
-        "budget": {"steps": 8},
-        "seeds": [0, 1],
-        "threads": 1,
-        "training": {
-            "dataset_name": "digits",
-            "resolution": 8,
-            "random_flip": False,
-            "model_config_name_or_path": str(tiny_network),
-            "cache_dir": str(cache_dir),
-            "train_batch_size": 16,
-            "logging_steps": 1,
-        },
-        "measurements": [
-            {"sampler": "ddpm", "num_inference_steps": 5, "num_images": 8, "fractions": [0.25, 0.5, 1, 2]},
-        ],
-        "lengths": {"uniform": 2},
-        "methods": {"uniform": None, "stratified": {"stratified": True}},
-    }
-    path = tmp_path / "race.yaml"
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
-    return path
+
+    def write(**changes: object) -> Path:
+        values = {
+            "budget": {"steps": 8},
+            "seeds": [0, 1],
+            "threads": 1,
+            "training": {
+                "dataset_name": "digits",
+                "resolution": 8,
+                "random_flip": False,
+                "model_config_name_or_path": str(tiny_network),
+                "cache_dir": str(cache_dir),
+                "train_batch_size": 16,
+                "logging_steps": 1,
+            },
+            "measurements": [
+                {"sampler": "ddpm", "num_inference_steps": 5, "num_images": 10, "fractions": [0.25, 0.5, 1, 2]},
+            ],
+            "lengths": {"uniform": 2},
+            "methods": {"uniform": None, "stratified": {"stratified": True}},
+            **changes,
+        }
+        path = tmp_path / "race.yaml"
+        path.write_text(yaml.safe_dump(values, sort_keys=False))
+        return path
+
+    return write
 
 
-def test_a_race_is_read(race_file):
-    race = read_race(race_file)
-    assert [entry.name for entry in race.entries()] == ["uniform-0-x2", "stratified-0", "uniform-1-x2", "stratified-1"]
-    assert race.snapshots(Entry("uniform", 0, 2.0)) == [2, 4, 8, 16]
-    assert race.snapshots(Entry("stratified", 0)) == [2, 4, 8]
+class Judge:
+    """Stands in for the judge: finds the weights, counts, and gives FID that falls with the steps."""
+
+    measured: list[tuple[str, str, str]] = []
+    fails_at = 0
+
+    def __init__(self, race, data):
+        assert data.dataset_name == "digits"
+
+    def measure(self, folder, measurement, config):
+        assert (folder / "diffusion_pytorch_model.safetensors").exists()
+        self.measured.append((folder.parent.name, folder.name, measurement.name))
+        if len(self.measured) == self.fails_at:
+            raise KeyboardInterrupt
+        step = json.loads((folder / "numbers.json").read_text())["step"]
+        fid = 100 * step**-0.5 / (1 + config.stratified)
+        return {"fid": fid, "kid": 0.1, "precision": 0.5, "recall": 0.5, "seconds": 1.0}
 
 
-def test_what_is_no_race_is_one_line(tmp_path):
-    path = tmp_path / "race.yaml"
-    path.write_text("budget: {days: 1}\nmethods: {a: }\nseeds: [0]\nmeasurements: []\ntraining: {}\n")
-    with pytest.raises(UserError, match="days: must be seconds or steps"):
-        read_race(path)
-    path.write_text("budget: {steps: 1}\nmethods: {a: }\nseeds: [0]\nmeasurements: []\ntraining: {}\n")
-    with pytest.raises(UserError, match="baseline: uniform: is none of the methods a"):
-        read_race(path)
-    with pytest.raises(UserError, match="is not a race"):
-        read_race(tmp_path / "nowhere.yaml")
+@pytest.fixture
+def run(monkeypatch) -> Callable[..., list[str]]:
+    """Run a race in this process; return what was trained."""
+    monkeypatch.setattr(measure, "Judge", Judge)
+    monkeypatch.setattr(Judge, "measured", [])
+    monkeypatch.setattr(Judge, "fails_at", 0)
 
-
-def test_a_race_that_was_stopped_goes_on(race_file, monkeypatch):
-    """Training really runs; images are measured by a stand-in that counts, and fails at first."""
-    from benchmarks.race import measure, train
-
-    measured = []
-
-    class Judge:
-        def __init__(self, race, config):
-            pass
-
-        def measure(self, folder, measurement):
-            assert (folder / "diffusion_pytorch_model.safetensors").exists()
-            measured.append(folder)
-            if len(measured) == 3:
-                raise KeyboardInterrupt
-            return {"fid": 100 / len(measured), "kid": 0.1, "precision": 0.5, "recall": 0.5}
-
-    trained = []
-
-    def train_here(race, file, entry):
-        trained.append(entry.name)
-        monkeypatch.setattr("sys.argv", ["train", str(file), entry.method, str(entry.seed)])
+    def run_race(file: Path, *arguments: object) -> list[str]:
         from accelerate.state import AcceleratorState
 
-        AcceleratorState._reset_state(reset_partial_state=True)
-        train.main()
+        trained = []
 
-    monkeypatch.setattr(measure, "Judge", Judge)
-    monkeypatch.setattr(race_command, "train", train_here)
-    monkeypatch.setattr("sys.argv", ["race", str(race_file), "--seeds", "0"])
-    with pytest.raises(KeyboardInterrupt):
+        def train_here(entry, plan_file, threads):
+            trained.append(entry.name)
+            AcceleratorState._reset_state(reset_partial_state=True)
+            monkeypatch.setattr("sys.argv", ["train", str(plan_file)])
+            training.main()
+
+        monkeypatch.setattr(race_command, "train", train_here)
+        monkeypatch.setattr("sys.argv", ["race", str(file), *map(str, arguments)])
         race_command.main()
-    monkeypatch.setattr("sys.argv", ["race", str(race_file), "--seeds", "0"])
-    race_command.main()
-    assert trained == ["uniform-0-x2", "stratified-0"]
-    assert len(measured) == 8  # seven snapshots, one of them twice
+        return trained
 
-    race = read_race(race_file)
-    results = [race.results_of(entry) for entry in race.entries()[:2]]
+    return run_race
+
+
+def test_a_race_is_read(write_race):
+    race = read_race(write_race())
+    assert [entry.name for entry in race.entries] == ["uniform-0-x2", "stratified-0", "uniform-1-x2", "stratified-1"]
+    assert race.snapshot_times(Entry("uniform", 0, 2.0)) == [2, 4, 8, 16]
+    assert race.snapshot_times(Entry("stratified", 0)) == [2, 4, 8]
+
+
+def test_dense_curves_and_sparse_points_are_one_race(write_race):
+    sparse = {"sampler": "ddpm", "num_inference_steps": 9, "num_images": 20, "fractions": [0.3, 1]}
+    dense = {"sampler": "ddim", "num_inference_steps": 5, "num_images": 10}
+    snapshots = {"from": 0.25, "per_doubling": 2}
+    race = read_race(write_race(budget={"seconds": 100}, measurements=[sparse, dense], snapshots=snapshots))
+    entry = Entry("stratified", 0)
+    assert race.times(race.measurements[0], entry) == [30, 100]
+    assert race.times(race.measurements[1], entry) == [25, 35.355, 50, 70.711, 100]
+    assert race.snapshot_times(entry) == [25, 30, 35.355, 50, 70.711, 100]
+    assert race.times(race.measurements[1], Entry("uniform", 0, 2.0))[-2:] == [141.421, 200]
+
+
+DDPM = {"sampler": "ddpm", "num_inference_steps": 5, "num_images": 10, "fractions": [1]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"budget": {"days": 1}}, "budget: days: must be in seconds or steps"),
+        ({"budget": {"steps": 0}}, "budget: steps: 0: must be a number greater than 0"),
+        ({"budjet": 1}, "unknown key budjet; did you mean budget"),
+        ({"methods": {"a": None}}, "baseline: uniform: must be one of the methods a"),
+        ({"ours": "mine"}, "ours: mine: must be one of the methods uniform, stratified"),
+        ({"methods": {"uniform": {"stratifed": True}}}, "methods: uniform: unknown key stratifed; did you mean strat"),
+        ({"methods": {"uniform": {"timestep_sampler": "x.py:X"}}}, "methods: uniform: --timestep_sampler .* no file"),
+        ({"methods": {"uniform": {"learning_rate": -1}}}, "methods: uniform: --learning_rate -1.0: must be greater"),
+        ({"methods": {"uniform": {"seed": 1}}}, "methods: uniform: seed is set by the race itself"),
+        ({"methods": {"uniform": {"resolution": 16}}}, "resolution must be the same for all methods"),
+        ({"training": {"resolution": 8}}, "training: names no data"),
+        ({"measurements": [{**DDPM, "sampler": "dpm"}]}, "measurements: sampler: dpm: must be ddpm or ddim"),
+        ({"measurements": [{**DDPM, "images": 3}]}, "measurements: unknown key images; did you mean num_images"),
+        ({"measurements": [DDPM, DDPM]}, "measurements: DDPM-5@10: must be there once"),
+        ({"measurements": [{**DDPM, "fractions": []}]}, "say when those are, with snapshots"),
+        ({"measurements": [{**DDPM, "num_inference_steps": 1001}]}, "has more steps than the diffusion"),
+    ],
+)
+def test_what_is_no_race_is_one_line(write_race, run, changes, message):
+    file = write_race(**changes)
+    with pytest.raises(UserError, match=f"^{re.escape(str(file))}: .*{message}") as refusal:
+        run(file)
+    assert refusal.value.exit_code == 2
+    assert "\n" not in str(refusal.value)
+
+
+def test_methods_and_seeds_that_are_not_in_the_race_are_refused(write_race, run):
+    for flag, value in (("--methods", "mine"), ("--seeds", 7), ("--check_precision", "DDIM-50@9")):
+        with pytest.raises(UserError, match=f"^{flag}: {value}: must be one of"):
+            run(write_race(), flag, value)
+
+
+def test_every_race_that_is_here_is_one():
+    for file in sorted((plan.ROOT / "benchmarks" / "races").glob("*.yaml")):
+        record.check_options(read_race(file), file)
+
+
+def test_a_race_whose_measurement_was_stopped_goes_on(write_race, run, monkeypatch):
+    file = write_race()
+    monkeypatch.setattr(Judge, "fails_at", 3)
+    with pytest.raises(KeyboardInterrupt):
+        run(file, "--seeds", 0)
+    assert run(file, "--seeds", 0) == ["stratified-0"]
+    assert len(Judge.measured) == 8  # seven snapshots, one of them twice
+    assert run(file) == ["uniform-1-x2", "stratified-1"]
+    assert run(file) == []
+
+    race = read_race(file)
+    results = [race.result_of(entry) for entry in race.entries[:2]]
     assert [[point["step"] for point in result["points"]] for result in results] == [[2, 4, 8, 16], [2, 4, 8]]
     assert results[0]["machine"]["threads"] == 1
+    # Weights are kept until they have been measured, and the last for good.
+    for entry, last in zip(race.entries, (16, 8, 16, 8), strict=True):
+        kept = [path.parent.name for path in (race.runs / entry.name).glob("snapshot-*/*.safetensors")]
+        assert kept == [f"snapshot-{last}"]
+
     assert (race.results / "race.png").exists()
-    assert "| stratified | 0 | 8 |" in (race.results / "race.md").read_text()
-    summary = json.loads((race.results.parent.parent / "race_summary.json").read_text())
-    assert summary["race"]["method"] == "stratified"
-    assert summary["race"]["seeds"] == 1
+    page = (race.results / "race.md").read_text()
+    assert "| stratified | 2 | at most 1.00 (1.00 to 1.00) | at most 0.50 (0.50 to 0.50) | at most 0.25" in page
+    summary = json.loads((race.results.parent.parent / "race_summary.json").read_text())["race"]
+    # A quarter of the steps, where the first point is: half of the FID is a quarter of the time.
+    assert [summary[name] for name in ("method", "seeds", "best_other")] == ["stratified", 2, "uniform"]
+    assert [summary[name] for name in ("time_ratio", "low", "high")] == pytest.approx([0.25] * 3)
+    assert summary["time_ratio_best_other"] == pytest.approx(1.0)
+
+
+def test_a_training_that_was_killed_begins_again(write_race, run, monkeypatch, capsys):
+    """What it left by then, metrics and a snapshot of which nothing says that the new run would make it, is removed."""
+    keep = training.Snapshots.keep
+
+    def killed(self, state, time):
+        keep(self, state, time)
+        if time == 4:
+            raise KeyboardInterrupt
+
+    file = write_race()
+    race = read_race(file)
+    folder = race.runs / "uniform-0-x2"
+    with monkeypatch.context() as context:
+        context.setattr(training.Snapshots, "keep", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(file, "--methods", "uniform")
+    for number in (2, 4):
+        (folder / f"snapshot-{number}" / "old").touch()
+    assert (folder / "metrics.jsonl").exists()
+    run(file, "--methods", "uniform", "--seeds", 0)
+    assert "was stopped without a checkpoint and begins again" in capsys.readouterr().out
+    assert not [*folder.glob("*/old")]
+    lines = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [*range(1, 17)]
+
+
+def test_a_training_that_was_stopped_goes_on_with_its_snapshots(write_race, run, monkeypatch):
+    """Those after its checkpoint are of a process that was killed later, and are made again."""
+    keep = training.Snapshots.keep
+
+    def stopped(self, state, time):
+        keep(self, state, time)
+        interruption._requested = "SIGTERM" if time == 4 else None
+
+    file = write_race()
+    folder = read_race(file).runs / "uniform-0-x2"
+    with monkeypatch.context() as context:
+        context.setattr(training.Snapshots, "keep", stopped)
+        with pytest.raises(interruption.Interrupted):
+            run(file, "--methods", "uniform")
+    assert (folder / "checkpoint-5").exists()  # the step is finished first
+    (folder / "snapshot-8").mkdir()
+    (folder / "snapshot-8" / "numbers.json").write_text(json.dumps({"time": 8, "step": 8}))
+    (folder / "snapshot-2" / "old").touch()
+    run(file, "--methods", "uniform", "--seeds", 0)
+    assert (folder / "snapshot-2" / "old").exists()
+    assert [path[1] for path in Judge.measured] == ["snapshot-2", "snapshot-4", "snapshot-8", "snapshot-16"]
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "message"),
+    [
+        ("exit 2", UserError, "stratified-0 cannot be trained: the line above says why"),
+        ("exit 1", RunFailed, "stratified-0 ended with 1; start the same command again"),
+        ("kill -9 $$", RunFailed, "stratified-0 ended with -9; start the same command again"),
+        ("trap 'exit 75' TERM; sleep 5 & wait", interruption.Interrupted, "stratified-0: stopped in its training"),
+    ],
+)
+def test_how_a_training_ended_is_passed_on(tmp_path, monkeypatch, program, error, message):
+    """A stop that the race is asked for is the training's to save first; it is waited for."""
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\n{program}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(script))
+    monkeypatch.setattr(interruption, "_requested", None)
+    timer = threading.Timer(0.2, setattr, (interruption, "_requested", "SIGTERM"))
+    timer.start()
+    with pytest.raises(error, match=re.escape(message)):
+        race_command.train(Entry("stratified", 0), tmp_path / "plan.json", 1)
+    timer.cancel()
+
+
+def test_results_of_another_definition_are_not_reused(write_race, run):
+    file = write_race(methods={"uniform": None})
+    run(file, "--seeds", 0)
+    result = read_race(file).result_file(Entry("uniform", 0, 2.0))
+    for changes, message in (
+        ({"methods": {"uniform": {"learning_rate": 0.1}}}, "learning_rate 0.0002 -> 0.1"),
+        ({"budget": {"steps": 9}}, "budget {'steps': 8} -> {'steps': 9}"),
+        ({"threads": 2}, "threads 1 -> 2"),
+        ({"reference_images": 5}, "reference_images 10000 -> 5"),
+        (
+            {"measurements": [{**DDPM, "fractions": [0.5, 0.75]}]},
+            "DDPM-5@10 is missing at 6 steps",
+        ),
+    ):
+        with pytest.raises(UserError, match=rf"{re.escape(message)}.*remove {re.escape(str(result))}"):
+            run(write_race(**{"methods": {"uniform": None}, **changes}), "--seeds", 0)
+    # A measurement more is made of what is there; a default that is spelt out is none.
+    more = [DDPM, {**DDPM, "num_images": 12, "fractions": [2]}]
+    spelt = {"uniform": {"learning_rate": 2e-4}}
+    assert run(write_race(measurements=more, methods=spelt), "--seeds", 0) == []
+    assert Judge.measured[-1] == ("uniform-0-x2", "snapshot-16", "DDPM-5@12")
+
+
+def test_a_run_of_another_definition_that_was_not_measured_begins_again(write_race, run, monkeypatch, capsys):
+    monkeypatch.setattr(Judge, "fails_at", 1)
+    with pytest.raises(KeyboardInterrupt):
+        run(write_race(), "--methods", "stratified")
+    changed = write_race(methods={"uniform": None, "stratified": {"stratified": True, "learning_rate": 0.1}})
+    assert run(changed, "--methods", "stratified", "--seeds", 0) == ["stratified-0"]
+    assert (
+        "stratified-0 begins again, its definition has changed: learning_rate 0.0002 -> 0.1" in capsys.readouterr().out
+    )
+
+
+def test_code_of_a_sampler_in_a_file_is_a_part_of_the_definition(tmp_path):
+    code = """
+from schedulers.timestep_samplers import TimestepSampler
+class Mine(TimestepSampler):
+    "{}"
+    width = {}  # {}
+"""
+    digests = []
+    for parts in (("a", 1, "b"), ("c", 1, "d"), ("a", 2, "b")):
+        path = tmp_path / f"{len(digests)}.py"
+        path.write_text(code.format(*parts))
+        digests.append(record.source_of(f"{path}:Mine"))
+    assert digests[0] == digests[1] != digests[2]
+    assert record.source_of("uniform") is None
+
+
+def test_the_error_of_bf16_is_stated(write_race, run):
+    file = write_race(mixed_precision="bf16", methods={"uniform": None})
+    run(file, "--seeds", 0)
+    run(file, "--check_precision", "DDPM-5@10")
+    page = (read_race(file).results / "race.md").read_text()
+    assert "| uniform-0-x2 | DDPM-5@10 | bf16 | 25.000 | 25.000 | +0.00% |" in page
+
+
+def test_the_page_s_own_race_runs(write_race, run, tmp_path, monkeypatch):
+    """Its class and its file as they stand there, for a few steps."""
+    page = (plan.ROOT / "docs" / "race.md").read_text(encoding="utf-8")
+    code, race = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL).group(1) for kind in ("python", "yaml"))
+    (tmp_path / "my_sampler.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    tiny = yaml.safe_load(write_race().read_text())["training"]
+    values = yaml.safe_load(race)
+    values |= {"budget": {"steps": 8}, "threads": 1, "training": {**values["training"], **tiny}}
+    (tmp_path / "my_race.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    trained = run(Path("my_race.yaml"), "--seeds", 0)
+    assert trained == ["uniform-0", "stratified-0", "low_noise-0", "low_noise_slower-0"]
+    density = json.loads((tmp_path / "runs" / "low_noise-0" / "snapshot-8" / "density.json").read_text())
+    assert density[0] / density[99] == pytest.approx(10)  # (1 + t)^-0.5, as the race's file has it

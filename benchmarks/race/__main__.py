@@ -1,6 +1,6 @@
 """Race training methods against one another: train, measure, compare, draw.
 
-    python -m benchmarks.race benchmarks/races/digits.yaml
+    python -m benchmarks.race benchmarks/races/toy.yaml
 
 One run at a time, seed by seed. Every run and every number is kept as soon as it is there: start the same command again
 to go on with a race that was stopped. What is measured is in benchmarks/results/race, one JSON a run.
@@ -9,19 +9,27 @@ to go on with a race that was stopped. What is measured is in benchmarks/results
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
-import platform
+import signal
 import subprocess
 import sys
-from importlib.metadata import version
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.race.plan import ROOT, Entry, Race, read_race
-from common.errors import RunFailed, run_script
-from common.files import write_atomically
+from benchmarks.race.plan import Entry, Race, points_of, read_race, require
+from common.errors import RunFailed, UserError, run_script
+from common.files import lock, write_atomically
+from common.interruption import EXIT_INTERRUPTED, Interrupted, stop_requested, stops_deferred
+
+if TYPE_CHECKING:
+    from benchmarks.race.measure import Judge
+
+PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent has died
 
 
 def main() -> None:
@@ -30,96 +38,132 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", help="run only these; the report is of all that is there")
     parser.add_argument("--seeds", nargs="+", type=int, help="run only these")
     parser.add_argument("--report_only", action="store_true", help="draw and tabulate what is there")
+    parser.add_argument(
+        "--check_precision", metavar="MEASUREMENT", help="repeat it, of one snapshot, in float32 and not compiled"
+    )
     arguments = parser.parse_args()
     race = read_race(arguments.file)
-    if not arguments.report_only:
-        chosen = [
-            entry
-            for entry in race.entries()
-            if (arguments.methods is None or entry.method in arguments.methods)
-            and (arguments.seeds is None or entry.seed in arguments.seeds)
-        ]
-        run_race(race, arguments.file, chosen)
+    for name in ("methods", "seeds"):
+        for one in getattr(arguments, name) or []:
+            require(one in getattr(race, name), f"--{name}", one, f"one of {', '.join(map(str, getattr(race, name)))}")
+    if arguments.check_precision:
+        check_precision(race, arguments.check_precision)
+    elif not arguments.report_only:
+        from benchmarks.race.record import check_options
+
+        check_options(race, arguments.file)
+        methods, seeds = arguments.methods or race.methods, arguments.seeds or race.seeds
+        run_race(race, [entry for entry in race.entries if entry.method in methods and entry.seed in seeds])
     from benchmarks.race.report import write_report
 
     write_report(race)
 
 
-def run_race(race: Race, file: Path, entries: list[Entry]) -> None:
+def run_race(race: Race, entries: list[Entry]) -> None:
     """Train and measure what has no result yet."""
+    from benchmarks.race import record
+    from benchmarks.race.report import write_report
+
+    for entry in entries:  # all of them, before hours of work
+        record.check_result(race, entry)
     torch.set_num_threads(race.threads)
     judge = None
     for number, entry in enumerate(entries, start=1):
-        result = race.results_of(entry) or {}
-        if is_complete(race, entry, result):
+        if not record.missing(race, entry):
             continue
         print(f"{entry.name} ({number} of {len(entries)})", flush=True)
-        if not (race.runs / entry.name / "finished.json").exists():
-            train(race, file, entry)
-        from benchmarks.race.measure import Judge, snapshots_of
-        from benchmarks.race.train import config_of
-
-        judge = judge or Judge(race, config_of(race, entry))
-        result = {"method": entry.method, "seed": entry.seed, "options": race.methods[entry.method], **result}
-        result |= {"training": race.training, "machine": machine(race), **summary_of(race.runs / entry.name)}
-        points = {point["time"]: point for point in result.get("points", [])}
-        for folder, numbers in snapshots_of(race.runs / entry.name):
-            point = points.setdefault(numbers["time"], dict(numbers))
-            for measurement in race.measurements:
-                wanted = any(abs(numbers["time"] - part * race.budget) < 1e-6 for part in measurement.fractions)
-                if wanted and measurement.name not in point:
-                    point[measurement.name] = judge.measure(folder, measurement)
-                    fid = point[measurement.name]["fid"]
-                    print(f"  {numbers['time']:g} {race.unit}: {measurement.name} FID {fid:.2f}", flush=True)
-                    result["points"] = [points[time] for time in sorted(points)]
-                    race.results.mkdir(parents=True, exist_ok=True)
-                    write_atomically(race.result_file(entry), json.dumps(result, indent=1) + "\n")
+        folder = record.plan_file(race, entry).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        lock(folder, "race")
+        if not race.result_of(entry):  # else it has been trained
+            plan = record.make_plan(race, entry)
+            if not record.is_trained(race, entry):
+                train(entry, plan, race.threads)
+        judge = judge or make_judge(race)
+        measure(race, entry, judge)
+        write_report(race)
 
 
-def is_complete(race: Race, entry: Entry, result: dict) -> bool:
-    """Tell whether every measurement of a run has been made."""
-    points = {point["time"]: point for point in result.get("points", [])}
-    return all(
-        measurement.name in points.get(part * race.budget, {})
-        for measurement in race.measurements
-        for part in measurement.fractions
-        if part <= entry.length
-    )
+def make_judge(race: Race) -> Judge:
+    from benchmarks.race.measure import Judge
+    from benchmarks.race.record import config_of
+
+    # Of the data alone, whatever a method's options are.
+    return Judge(race, config_of(replace(race, methods={"": {}}), Entry("", race.seeds[0])))
 
 
-def train(race: Race, file: Path, entry: Entry) -> None:
-    """Train in a process of its own, or go on with a run that was stopped."""
-    command = [sys.executable, "-m", "benchmarks.race.train", str(file), entry.method, str(entry.seed)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(race.threads)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
-    if done.returncode != 0:
-        raise RunFailed(f"{entry.name} ended with {done.returncode}; start the same command again to go on")
+def train(entry: Entry, plan: Path, threads: int) -> None:
+    """Train in a process of its own, or go on with a run that was stopped; a stop is the training's to save first."""
+    libc = ctypes.CDLL(None)
+    with stops_deferred():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.race.train", str(plan)],
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
+        while process.poll() is None:
+            try:
+                process.wait(0.5)
+            except subprocess.TimeoutExpired:
+                if stop_requested():
+                    process.terminate()
+                    process.wait()
+    if process.returncode == EXIT_INTERRUPTED:
+        raise Interrupted(f"{entry.name}: stopped in its training; start the same command again to go on")
+    if process.returncode == UserError.exit_code:
+        raise UserError(f"{entry.name} cannot be trained: the line above says why")
+    if process.returncode != 0:
+        raise RunFailed(f"{entry.name} ended with {process.returncode}; start the same command again to go on")
 
 
-def summary_of(run: Path) -> dict[str, object]:
-    """Return a finished run's length, its speed and the share of its time that the timestep sampler took."""
-    numbers = json.loads((run / "finished.json").read_text())
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    speeds = sorted(line["images_per_second"] for line in lines)
-    shares = sorted(line.get("timestep_sampler_share", 0.0) for line in lines)
-    return {
-        "steps": numbers["step"],
-        "train_seconds": round(numbers["train_seconds"], 3),
-        "images_per_second": speeds[len(speeds) // 2],
-        "timestep_sampler_share": sum(shares) / len(shares),
+def measure(race: Race, entry: Entry, judge: Judge) -> None:
+    """Make the measurements that a run still lacks, each of which is kept at once."""
+    from benchmarks.race import record
+    from benchmarks.race.train import snapshots_of
+
+    result = {"method": entry.method, "seed": entry.seed, "length": entry.length, **record.definition(race, entry)}
+    result |= {"measured_with": record.measured_with(race), **record.summary_of(race, entry)}
+    points = points_of(race.result_of(entry) or {})
+    snapshots = {
+        round(numbers["time"], 3): (folder, numbers) for folder, numbers in snapshots_of(race.runs / entry.name)
     }
+    measurements, config = {one.name: one for one in race.measurements}, record.config_of(race, entry)
+    for time, name in record.missing(race, entry):
+        folder, numbers = snapshots[time]
+        point = points.setdefault(time, dict(numbers))
+        point[name] = judge.measure(folder, measurements[name], config)
+        print(f"  {time:g} {race.unit}: {name} FID {point[name]['fid']:.2f}", flush=True)
+        result["points"] = [points[time] for time in sorted(points)]
+        race.results.mkdir(parents=True, exist_ok=True)
+        write_atomically(race.result_file(entry), json.dumps(result, indent=1) + "\n")
+        record.forget_weights(race, entry)
 
 
-def machine(race: Race) -> dict[str, object]:
-    packages = ("torch", "diffusers", "accelerate")
-    return {
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": race.threads,
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-    }
+def check_precision(race: Race, name: str) -> None:
+    """Measure the end of a run in float32, not compiled, beside what the race measured of the same weights."""
+    from benchmarks.race import record
+    from benchmarks.race.report import PRECISION
+    from benchmarks.race.train import snapshot_of
+
+    measurements = {one.name: one for one in race.measurements}
+    require(name in measurements, "--check_precision", name, f"one of {', '.join(measurements)}")
+    for entry in race.entries:
+        time = race.time(entry.length)
+        point = points_of(race.result_of(entry) or {}).get(time, {})
+        folder = snapshot_of(race.runs / entry.name, time)
+        if name in point and folder.exists():
+            break
+    else:
+        raise UserError(f"--check_precision {name}: no run has been measured so at its end, or its weights are gone")
+    judge = make_judge(replace(race, mixed_precision="no", compile=False))
+    exact = judge.measure(folder, measurements[name], record.config_of(race, entry))
+    known = {"run": entry.name, "time": time, **record.measured_with(race), "measured": point[name], "float32": exact}
+    path = race.results / PRECISION
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    write_atomically(path, json.dumps({**kept, name: known}, indent=1) + "\n")
+    print(f"{entry.name}, {name}: FID {point[name]['fid']:.3f}, in float32 {exact['fid']:.3f}", flush=True)
 
 
 if __name__ == "__main__":
+    sys.argv[0] = "benchmarks.race"  # as usage and errors call it
     run_script(main)

@@ -8,6 +8,8 @@ import numpy as np
 
 RESAMPLES = 10_000
 SHARES = (0.25, 0.5, 1.0)  # of the budget, at which the baseline's FID is a target
+# A snapshot is kept after the step in which its time comes, so that a curve may begin a little late.
+TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
@@ -16,21 +18,38 @@ class Curve:
 
     log_times: np.ndarray
     log_values: np.ndarray
+    log_others: np.ndarray  # the points' steps if times are in seconds, and the other way round
 
     @classmethod
-    def fit(cls, times: list[float], values: list[float]) -> Curve:
+    def fit(cls, times: list[float], values: list[float], others: list[float] | None = None) -> Curve:
         order = np.argsort(times)
-        log_times, log_values = np.log(np.asarray(times)[order]), np.log(np.asarray(values)[order])
-        return cls(log_times, falling(log_values))
+        log_times, log_values, log_others = (np.log(np.asarray(one)[order]) for one in (times, values, others or times))
+        return cls(log_times, falling(log_values), log_others)
+
+    @property
+    def end(self) -> float:
+        return float(np.exp(self.log_times[-1]))
+
+    def covers(self, time: float) -> bool:
+        """Tell whether there are points on both sides: nothing is read off beyond them."""
+        return self.log_times[0] - TOLERANCE <= np.log(time) <= self.log_times[-1] + TOLERANCE
 
     def at(self, time: float) -> float:
         """Return the FID at a time within the curve."""
         return float(np.exp(np.interp(np.log(time), self.log_times, self.log_values)))
 
+    def other_at(self, time: float) -> float:
+        """Return the steps at a time in seconds, or the other way round."""
+        return float(np.exp(np.interp(np.log(time), self.log_times, self.log_others)))
+
+    def begins_below(self, value: float) -> bool:
+        """Tell whether the first point is there already, so that `time_to` is no more than a bound."""
+        return bool(self.log_values[0] <= np.log(value))
+
     def time_to(self, value: float) -> float:
-        """Return when the curve comes to a value: before its first point by that point's time, never as infinity."""
+        """Return when the curve comes to a value: its first time if it begins there, infinity if it never does."""
         wanted = np.log(value)
-        if self.log_values[0] <= wanted:
+        if self.begins_below(value):
             return float(np.exp(self.log_times[0]))
         if self.log_values[-1] > wanted:
             return float("inf")
@@ -61,19 +80,30 @@ class Speed:
     high: float
     seeds: int
     reached: int  # by how many seeds; a run that does not get there counts as its whole budget
+    bounds: int  # of how many seeds the first point is already there: they may have been sooner
+    other: float  # the ratio in steps if the race is in seconds, and the other way round
 
 
 def compare(method: dict[int, Curve], baseline: dict[int, Curve], budget: float, share: float) -> Speed | None:
     """Compare times to the baseline's FID at `share` of the budget, seed by seed."""
-    seeds = sorted(method.keys() & baseline.keys())
+    time = share * budget
+    seeds = [seed for seed in sorted(method.keys() & baseline.keys()) if baseline[seed].covers(time)]
     if not seeds:
         return None
-    times = [method[seed].time_to(baseline[seed].at(share * budget)) for seed in seeds]
-    # Who has not come there in the budget is not known to need less than that.
-    reached = [time <= budget for time in times]
-    logs = np.log([min(time, budget) / (share * budget) for time in times])
-    low, high = interval(logs)
-    return Speed(float(np.exp(logs.mean())), float(np.exp(low)), float(np.exp(high)), len(seeds), sum(reached))
+    logs, others, reached, bounds = [], [], 0, 0
+    for seed in seeds:
+        own, base = method[seed], baseline[seed]
+        target = base.at(time)
+        own_time, base_time = own.time_to(target), base.time_to(target)  # both as they are read off curves: a tie is 1
+        reached += own_time < np.inf
+        bounds += own.begins_below(target) and own is not base
+        # Who has not come there is not known to need less than the budget, or than it had if that was more.
+        own_time = own_time if own_time < np.inf else max(budget, own.end)
+        logs.append(np.log(own_time / base_time))
+        others.append(np.log(own.other_at(own_time) / base.other_at(base_time)))
+    low, high = interval(np.array(logs))
+    ratio, other = np.exp(np.mean(logs)), np.exp(np.mean(others))
+    return Speed(float(ratio), float(np.exp(low)), float(np.exp(high)), len(seeds), reached, bounds, float(other))
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import time
 from pathlib import Path
 
 import torch
 
 from benchmarks.race.plan import Measurement, Race
-from benchmarks.race.train import NUMBERS, SNAPSHOT
 from common.files import default_cache_dir, load_safetensors, save_safetensors, sha256
 from common.processes import Processes, start_processes
 from evaluation.evaluate_options import EvaluationOptions
@@ -18,6 +17,7 @@ from evaluation.metrics import Moments, Neighbourhoods, compare_neighbourhoods, 
 from evaluation.networks import FeatureNetwork, load_networks
 from generation.engine import InferenceSettings, Job, generate_images
 from image_data.sources import load_images, spread
+from run_folder.checkpoints import WEIGHTS
 from run_folder.config import TrainingConfig
 from run_folder.saved_model import SavedModel
 from schedulers.ddpm import build_scheduler
@@ -29,64 +29,58 @@ BATCH = 250
 class Judge:
     """Measures snapshots against the training images, which it looks at once."""
 
-    def __init__(self, race: Race, config: TrainingConfig):
-        self.race, self.config = race, config
+    def __init__(self, race: Race, data: TrainingConfig):
+        self.race = race
         options = EvaluationOptions(mixed_precision=race.mixed_precision, modes=["legacy_tensorflow"])
         self.processes: Processes = start_processes(options)
+        torch.set_num_threads(race.threads)
         cache_dir = default_cache_dir()
         self.network: FeatureNetwork = load_networks(options, cache_dir, self.processes.device)[0]
         if race.compile:
             self.network.network = torch.compile(self.network.network)
         self.extractor = FeatureExtractor([self.network], 50, 0, self.processes)
-        self.reference = self._reference(cache_dir)
+        self.reference = self._features_of_training_images(data, cache_dir)
         self.moments = Moments.of_features(self.reference)
         self._neighbourhoods: dict[int, Neighbourhoods] = {}
 
-    def _reference(self, cache_dir: Path) -> torch.Tensor:
-        """Return the features of the training images, of so many of them, evenly spread."""
-        images = EncodedImages(load_images(self.config, "train"), self.config.resolution)
-        chosen = torch.as_tensor(spread(len(images), min(self.race.reference_images, len(images))))
-        name = f"{images.fingerprint[:12]}-{self.config.resolution}-{len(chosen)}-{self.network.digest[:8]}"
+    def _features_of_training_images(self, data: TrainingConfig, cache_dir: Path) -> torch.Tensor:
+        """Return the features of so many of the training images, evenly spread."""
+        images = EncodedImages(load_images(data, "train"), data.resolution)
+        chosen = torch.as_tensor(spread(len(images), self.race.reference_images))
+        name = f"{images.fingerprint[:12]}-{data.resolution}-{len(chosen)}-{self.network.digest[:8]}"
         path = cache_dir / "race" / f"{name}-{self.network.precision_name}.safetensors"
         if path.exists():
             return load_safetensors(path)[0]["features"]
         batches = self.extractor.batches(images, chosen)
         # `batches` numbers the images as the set does; the features come in that order.
         features = self.extractor.extract(batches, len(chosen), "Training images")[0].features
-        path.parent.mkdir(parents=True, exist_ok=True)
         save_safetensors({"features": features}, path, {})
         return features
 
-    def measure(self, folder: Path, measurement: Measurement) -> dict[str, float]:
-        """Return FID, KID, precision and recall of a snapshot's images."""
+    def measure(self, folder: Path, measurement: Measurement, config: TrainingConfig) -> dict[str, float]:
+        """Return FID, KID, precision and recall of the images of a snapshot of a run with these options."""
+        start = time.perf_counter()
         scheduler = build_scheduler(
-            self.config.ddpm_beta_schedule, self.config.ddpm_num_steps, "fixed_large", self.config.prediction_type
+            config.ddpm_beta_schedule, config.ddpm_num_steps, "fixed_large", config.prediction_type
         )
         model = SavedModel(
             name=folder.name, path=folder, home=folder, weights="ema", network_folder=folder,
-            sha256=sha256(folder / "diffusion_pytorch_model.safetensors"), scheduler_config=dict(scheduler.config),
+            sha256=sha256(folder / WEIGHTS), scheduler_config=dict(scheduler.config),
         )  # fmt: skip
-        steps = measurement.num_inference_steps
+        steps, count = measurement.num_inference_steps, measurement.num_images
         method = DDIM(model.scheduler, steps) if measurement.sampler == "ddim" else DDPM(model.scheduler, steps)
-        settings = InferenceSettings(self.race.mixed_precision, compile=self.race.compile, batch_size=BATCH)
-        count = measurement.num_images
+        settings = InferenceSettings(self.race.mixed_precision, compile=self.race.compile, batch_size=min(BATCH, count))
         images = generate_images(Job(model, method), range(count), self.processes, settings)
         batches = ((torch.tensor(seeds), as_rgb(pixels)) for seeds, pixels in images)
         features = self.extractor.extract(batches, count, None)[0].features
-        kid, _ = kernel_distance(features, self.reference)
         if count not in self._neighbourhoods:
-            chosen = self.reference[torch.as_tensor(spread(len(self.reference), min(count, len(self.reference))))]
+            chosen = self.reference[torch.as_tensor(spread(len(self.reference), count))]
             self._neighbourhoods[count] = Neighbourhoods.of(chosen, self.processes.device)
         generated = Neighbourhoods.of(features, self.processes.device)
         compared = compare_neighbourhoods(generated, self._neighbourhoods[count])
         return {
             "fid": frechet_distance(Moments.of_features(features), self.moments),
-            "kid": kid,
+            "kid": kernel_distance(features, self.reference)[0],
             **{name: compared[name] for name in ("precision", "recall")},
+            "seconds": round(time.perf_counter() - start, 1),
         }
-
-
-def snapshots_of(run: Path) -> list[tuple[Path, dict]]:
-    """Return the snapshots of a run, oldest first, with their numbers."""
-    found = [(path, json.loads((path / NUMBERS).read_text())) for path in run.glob(SNAPSHOT.format(0)[:-1] + "*")]
-    return sorted(found, key=lambda one: one[1]["time"])

@@ -1,136 +1,296 @@
-"""The report of a race: race.png, race.md and its entry in race_summary.json."""
+"""The report of a race: pictures, race.md and its entry in race_summary.json."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
 
 import numpy as np
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from scipy.stats import kendalltau, spearmanr
 
 from benchmarks.race.analysis import SHARES, Curve, Speed, compare, exponent
-from benchmarks.race.plan import RESULTS, Measurement, Race
+from benchmarks.race.plan import RESULTS, Entry, Measurement, Race, points_of
 from common.files import write_atomically
-from common.plots import single_panel
+from common.plots import COLOURS, LINES, NOTE, drawing, legend_beside
 
 METRICS = {"fid": "FID", "kid": "KID x 1000", "precision": "precision", "recall": "recall"}
 SUMMARY = RESULTS / "race_summary.json"
+PRECISION = "precision.json"
+TICKS = (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)  # of an axis that does not span many decades
+FEWEST_SEEDS, FEWEST_METHODS = 2, 3  # for an interval, and for a ranking
+
+
+@dataclass(frozen=True)
+class Table:
+    """What has been measured of a race in one way: FID and the rest by method, seed and time."""
+
+    race: Race
+    measurement: Measurement
+    points: dict[str, dict[int, dict[float, dict]]]
+
+    @classmethod
+    def read(cls, race: Race, measurement: Measurement, results: list[dict]) -> Table:
+        points: dict[str, dict[int, dict[float, dict]]] = defaultdict(dict)
+        for result in results:
+            found = {time: point for time, point in points_of(result).items() if measurement.name in point}
+            if found:
+                points[result["method"]][result["seed"]] = found
+        # In the order of the race, whichever run came first.
+        return cls(race, measurement, {method: points[method] for method in race.methods if method in points})
+
+    def values(self, method: str, time: float, metric: str = "fid") -> dict[int, float]:
+        """Return a number of a method at a time, by seed."""
+        own = self.points.get(method, {})
+        return {seed: own[seed][time][self.measurement.name][metric] for seed in own if time in own[seed]}
+
+    def mean(self, method: str, time: float) -> float:
+        """Return the geometric mean of FID over seeds, as curves are compared by their logarithms."""
+        return float(np.exp(np.mean(np.log(list(self.values(method, time).values())))))
+
+    def times(self, method: str) -> list[float]:
+        """Return the times that all seeds of a method have come to, so that no mean is of other seeds than the next."""
+        return sorted(set.intersection(*(set(points) for points in self.points[method].values())))
+
+    def curves(self) -> dict[str, dict[int, Curve]]:
+        """Return the curves of every run that has been measured to its end."""
+        keys = ("step", "train_seconds") if self.race.unit == "steps" else ("train_seconds", "step")
+        curves: dict[str, dict[int, Curve]] = defaultdict(dict)
+        for method, by_seed in self.points.items():
+            length = self.race.lengths.get(method, 1.0)
+            wanted = self.race.times(self.measurement, Entry(method, 0, length))
+            for seed, points in by_seed.items():
+                # A step so long that several times came in it has the same weights for all of them.
+                different = {point["step"]: point for point in points.values()}.values()
+                if len(different) > 1 and max(points) >= max(wanted, default=0):
+                    times, others = ([point[key] for point in different] for key in keys)
+                    values = [point[self.measurement.name]["fid"] for point in different]
+                    curves[method][seed] = Curve.fit(times, values, others)
+        return curves
+
+    def speeds(self, share: float, seeds: set[int] | None = None) -> dict[str, Speed]:
+        """Return how soon methods come to the baseline's FID at a share of the budget, in all seeds or in these."""
+        curves = self.curves()
+        if seeds is not None:
+            curves = {method: {seed: own[seed] for seed in seeds & own.keys()} for method, own in curves.items()}
+        baseline = curves.get(self.race.baseline, {})
+        compared = {method: compare(own, baseline, self.race.budget, share) for method, own in curves.items()}
+        return {method: speed for method, speed in compared.items() if speed}
 
 
 def write_report(race: Race) -> None:
     """Draw and tabulate what has been measured so far."""
-    results = [result for entry in race.entries() if (result := race.results_of(entry))]
-    if not results:
+    results = [result for entry in race.entries if (result := race.result_of(entry))]
+    tables = [Table.read(race, measurement, results) for measurement in race.measurements]
+    tables = [table for table in tables if table.points]
+    if not tables:
         return
-    first = race.measurements[0]
-    draw(race, results, first)
-    write_atomically(race.results / "race.md", tables(race, results))
+    of_ddpm = [table for table in tables if table.measurement.sampler == "ddpm"] or tables
+    densest = max(of_ddpm, key=lambda table: max(len(table.times(method)) for method in table.points))
+    for table in tables:
+        draw(table, race.results / ("race.png" if table is densest else f"{table.measurement.name}.png"))
+    write_atomically(race.results / "race.md", page(race, tables, results))
     summary = json.loads(SUMMARY.read_text(encoding="utf-8")) if SUMMARY.exists() else {}
-    if entry := summary_of(race, results, first):
+    if entry := summary_of(of_ddpm[0]):
         summary[race.name] = entry
         write_atomically(SUMMARY, json.dumps(summary, indent=1) + "\n")
 
 
-def curves_of(race: Race, results: list[dict], measurement: Measurement) -> dict[str, dict[int, Curve]]:
-    """Return every method's curve of every seed, over the time that the race is run in."""
-    curves: dict[str, dict[int, Curve]] = defaultdict(dict)
-    for result in results:
-        points = [point for point in result["points"] if measurement.name in point]
-        if len(points) > 1:
-            times = [time_of(race, point) for point in points]
-            curves[result["method"]][result["seed"]] = Curve.fit(times, [p[measurement.name]["fid"] for p in points])
-    return curves
+def summary_of(table: Table) -> dict | None:
+    """Return how soon our method, or the fastest, comes to the baseline's FID at the whole budget, and the best other.
 
-
-def time_of(race: Race, point: dict) -> float:
-    return point["step"] if race.unit == "steps" else point["train_seconds"]
-
-
-def summary_of(race: Race, results: list[dict], measurement: Measurement) -> dict | None:
-    """Return the fastest method and the best of the others, by time to the baseline's FID at the whole budget."""
-    speeds = speeds_of(race, results, measurement, 1.0)
-    ranking = sorted((speed.ratio, method) for method, speed in speeds.items() if method != race.baseline)
-    if not ranking:
+    All methods are compared over the same seeds, those that all of them have finished.
+    """
+    race, curves = table.race, table.curves()
+    seeds = set.intersection(*(set(own) for own in curves.values())) if curves else set()
+    if len(seeds) < FEWEST_SEEDS or race.baseline not in curves:
         return None
-    winner = ranking[0][1]
-    speed = speeds[winner]
-    other = ranking[1] if len(ranking) > 1 else (1.0, race.baseline)
+    speeds = table.speeds(1.0, seeds)
+    others = sorted((method for method in speeds if method != race.baseline), key=lambda method: speeds[method].ratio)
+    ours = race.ours or next(iter(others), None)
+    if ours not in speeds:
+        return None
+    best_other = next((method for method in others if method != ours), race.baseline)
+    speed = speeds[ours]
     return {
-        "method": winner, "time_ratio": speed.ratio, "low": speed.low, "high": speed.high, "seeds": speed.seeds,
-        "best_other": other[1], "time_ratio_best_other": other[0], "unit": race.unit, "budget": race.budget,
-        "measurement": measurement.name,
+        "method": ours, "time_ratio": speed.ratio, "low": speed.low, "high": speed.high, "seeds": speed.seeds,
+        "best_other": best_other, "time_ratio_best_other": speeds[best_other].ratio, "reached": speed.reached,
+        "unit": race.unit, "budget": race.budget, "measurement": table.measurement.name,
     }  # fmt: skip
 
 
-def speeds_of(race: Race, results: list[dict], measurement: Measurement, share: float) -> dict[str, Speed]:
-    curves = curves_of(race, results, measurement)
-    compared = {method: compare(own, curves[race.baseline], race.budget, share) for method, own in curves.items()}
-    return {method: speed for method, speed in compared.items() if speed}
+# The picture.
 
 
-def draw(race: Race, results: list[dict], measurement: Measurement) -> None:
-    """Draw FID over time: the mean of the seeds, and their spread."""
-    by_method: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for result in results:
-        for point in result["points"]:
-            if measurement.name in point:
-                by_method[result["method"]][point["time"]].append(point[measurement.name]["fid"])
-    labels = f"{race.name}: {measurement.name}", f"{race.unit} of training", "FID", "method"
-    with single_panel(race.results / "race.png", *labels, xscale="log", yscale="log") as axes:
-        for method, points in by_method.items():
-            times = sorted(points)
-            (line,) = axes.plot(times, [np.exp(np.mean(np.log(points[time]))) for time in times], label=method)
-            lows, highs = zip(*((min(points[time]), max(points[time])) for time in times), strict=True)
-            axes.fill_between(times, lows, highs, color=line.get_color(), alpha=0.15, linewidth=0)
-
-
-def tables(race: Race, results: list[dict]) -> str:
-    """Write the tables: times to the targets, and every metric at equal time."""
-    lines = [f"# {race.name}", "", f"Budget: {race.budget:g} {race.unit}; written by `python -m benchmarks.race`.", ""]
-    for measurement in race.measurements:
-        lines += [f"## {measurement.name}", "", *target_table(race, results, measurement), ""]
-        lines += [*metric_table(race, results, measurement), ""]
-    lines += ["## Cost", "", "| method | seed | steps | seconds | images/s | sampler's share |", f"|{'---|' * 6}"]
-    for result in results:
-        share = f"{result['timestep_sampler_share']:.2%}"
-        numbers = f"{result['steps']} | {result['train_seconds']:.0f} | {result['images_per_second']:.0f} | {share}"
-        lines.append(f"| {result['method']} | {result['seed']} | {numbers} |")
-    return "\n".join(lines) + "\n"
-
-
-def target_table(race: Race, results: list[dict], measurement: Measurement) -> list[str]:
-    columns = [f"{share:.0%} of the budget" for share in SHARES]
-    lines = [f"Share of the time of {race.baseline} to its own FID at:", ""]
-    lines += [f"| method | {' | '.join(columns)} | FID ~ time^-a |", f"|{'---|' * (len(columns) + 2)}"]
-    curves = curves_of(race, results, measurement)
-    for method, own in curves.items():
-        cells = []
+def draw(table: Table, path: Path) -> None:
+    """Draw FID over time: the mean of the seeds and their spread, and the targets."""
+    race, budget = table.race, table.race.time(1.0)
+    times = {method: table.times(method) for method in table.points if table.times(method)}
+    if not times:
+        return
+    # The legend is read from the top as the curves are where most of them end.
+    shared = {method: max((time for time in own if time <= budget), default=own[-1]) for method, own in times.items()}
+    order = sorted(times, key=lambda method: -table.mean(method, shared[method]))
+    with drawing(path, panel_width=7.5) as (_, panels):
+        axes = panels.item()
+        axes.set(title=f"{race.name}: {table.measurement.name}", xscale="log", yscale="log")
+        axes.set(xlabel=f"{race.unit} of training", ylabel="FID, mean and range of the seeds")
+        for method in order:
+            means = [table.mean(method, time) for time in times[method]]
+            spreads = [table.values(method, time).values() for time in times[method]]
+            style = style_of(race, method)
+            label = f"{method} ({len(table.points[method])})"
+            axes.plot(times[method], means, marker="o", markersize=2.5, label=label, **style)
+            lows, highs = [min(one) for one in spreads], [max(one) for one in spreads]
+            axes.fill_between(times[method], lows, highs, color=style["color"], alpha=0.15, linewidth=0)
         for share in SHARES:
-            speed = compare(own, curves[race.baseline], race.budget, share)
-            cells.append("" if speed is None else cell_of(speed))
-        slopes = np.mean([exponent(curve) for curve in own.values()])
-        lines.append(f"| {method} | {' | '.join(cells)} | {slopes:.2f} |")
-    return lines
+            if race.time(share) in times.get(race.baseline, []):
+                target = table.mean(race.baseline, race.time(share))
+                axes.axhline(target, color=NOTE, linewidth=0.8, linestyle=(0, (1, 3)))
+                place = {"xy": (1, target), "xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+                text = f"{race.baseline} at {share:.0%} of the budget"
+                axes.annotate(text, **place, xytext=(0, 2), ha="right", fontsize=7, color=NOTE)
+        axes.xaxis.set_major_locator(FixedLocator([race.budget * 2.0**power for power in range(-6, 6)]))
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=TICKS if high / low < 20 else (1, 2, 5)))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_locator(NullLocator())
+        legend_beside(panels, "method (seeds)")
+
+
+def style_of(race: Race, method: str) -> dict[str, object]:
+    """Give a method the same looks in all pictures of a race: the baseline is black, and ours is bold."""
+    *colours, black = COLOURS
+    if method == race.baseline:
+        return {"color": black, "linestyle": "-", "linewidth": 2.2}
+    others = [name for name in race.methods if name != race.baseline]
+    line, colour = divmod(others.index(method), len(colours))
+    width = 2.6 if method == race.ours else 1.4
+    return {"color": colours[colour], "linestyle": LINES[line % len(LINES)], "linewidth": width}
+
+
+# The tables.
+
+
+def page(race: Race, tables: list[Table], results: list[dict]) -> str:
+    """Write race.md."""
+    lines = [f"# {race.name}", "", f"Budget: {race.budget:g} {race.unit}; written by `python -m benchmarks.race`.", ""]
+    for table in tables:
+        lines += [f"## {table.measurement.name}", "", *target_lines(table), "", *equal_time_lines(table), ""]
+    lines += ["## Cost", "", *cost_lines(race, results), ""]
+    lines += agreement_lines(tables) + precision_lines(race)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def as_table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def target_lines(table: Table) -> list[str]:
+    race, curves = table.race, table.curves()
+    speeds = [table.speeds(share) for share in SHARES]
+    if not speeds[-1]:
+        return [f"No run of {race.baseline} has been measured to its end yet."]
+    other = "seconds" if race.unit == "steps" else "steps"
+    rows = []
+    end = table.race.time(1.0)
+    for method in sorted(speeds[-1], key=lambda method: (speeds[-1][method].ratio, table.mean(method, end))):
+        cells = [cell_of(of_share[method]) if method in of_share else "" for of_share in speeds]
+        slope = np.mean([exponent(curve) for curve in curves[method].values()])
+        last = speeds[-1][method]
+        rows.append([method, str(last.seeds), *cells, f"{last.other:.2f}", f"{slope:.2f}"])
+    columns = [f"{share:.0%} of the budget" for share in SHARES]
+    head = ["method", "seeds", *columns, f"100%, in {other}", "FID ~ time^-a"]
+    return [f"Share of the time of {race.baseline} to its own FID at:", "", *as_table(head, rows)]
 
 
 def cell_of(speed: Speed) -> str:
-    bounds = f" ({speed.low:.2f} to {speed.high:.2f})" if speed.seeds > 1 else ""
+    """Write a ratio with its interval; what a run did not show, sooner or later, is said."""
+    if not speed.reached:
+        return "not reached"
+    bounds = f" ({speed.low:.2f} to {speed.high:.2f})" if speed.seeds >= FEWEST_SEEDS else ""
     short = "" if speed.reached == speed.seeds else f", reached by {speed.reached} of {speed.seeds}"
-    return f"{speed.ratio:.2f}{bounds}{short}"
+    word = "at least " if short else "at most " if speed.bounds else ""
+    return f"{word}{speed.ratio:.2f}{bounds}{short}"
 
 
-def metric_table(race: Race, results: list[dict], measurement: Measurement) -> list[str]:
-    lines = [f"| method | {race.unit} | seeds | {' | '.join(METRICS.values())} |", f"|{'---|' * (len(METRICS) + 3)}"]
-    for method in race.methods:
-        own = [result for result in results if result["method"] == method]
-        for time in sorted({point["time"] for result in own for point in result["points"]}):
-            points = [point for result in own for point in result["points"] if point["time"] == time]
-            found = [point[measurement.name] for point in points if measurement.name in point]
-            if found:
-                cells = [spread([one[name] * (1000 if name == "kid" else 1) for one in found]) for name in METRICS]
-                lines.append(f"| {method} | {time:g} | {len(found)} | {' | '.join(cells)} |")
-    return lines
+def equal_time_lines(table: Table) -> list[str]:
+    """Compare all metrics at the targets' times and at the ends of runs, the best FID first."""
+    race, name = table.race, table.measurement.name
+    rows = []
+    for time in sorted({race.time(share) for share in {*SHARES, *race.lengths.values()}}):
+        found = [method for method in table.points if table.values(method, time)]
+        for method in sorted(found, key=lambda method: table.mean(method, time)):
+            by_metric = {metric: list(table.values(method, time, metric).values()) for metric in METRICS}
+            by_metric["kid"] = [1000 * value for value in by_metric["kid"]]
+            rows.append([f"{time:g}", method, str(len(by_metric["fid"])), *map(spread, by_metric.values())])
+    return [f"{name} at equal time, mean and deviation over seeds:", ""] + as_table(
+        [race.unit, "method", "seeds", *METRICS.values()], rows
+    )
 
 
 def spread(values: list[float]) -> str:
-    deviation = f" ± {np.std(values, ddof=1):.2g}" if len(values) > 1 else ""
-    return f"{np.mean(values):.4g}{deviation}"
+    """Write a mean and a deviation, to a place that the deviation justifies."""
+    if len(values) < FEWEST_SEEDS:
+        return f"{values[0]:.4g}"
+    deviation = np.std(values, ddof=1)
+    places = max(0, 1 - math.floor(math.log10(deviation))) if deviation > 0 else 2
+    return f"{np.mean(values):.{places}f} ± {deviation:.{places}f}"
+
+
+def cost_lines(race: Race, results: list[dict]) -> list[str]:
+    """Tell what methods did with their time, as means over seeds."""
+    keys = ("steps", "train_seconds", "images_per_second", "timestep_sampler_share")
+    by_method = {method: [one for one in results if one["method"] == method] for method in race.methods}
+    means = {
+        method: {key: np.mean([one[key] for one in own]) for key in keys} for method, own in by_method.items() if own
+    }
+    baseline, rows = means.get(race.baseline), []
+    for method, mean in means.items():
+        relative = f"{mean['images_per_second'] / baseline['images_per_second']:.3f}" if baseline else ""
+        length, share = f"{race.lengths.get(method, 1.0):g}", f"{mean['timestep_sampler_share']:.2%}"
+        speeds = f"{mean['images_per_second']:.0f}", relative
+        rows.append([method, length, f"{mean['steps']:.0f}", f"{mean['train_seconds']:.0f}", *speeds, share])
+    head = ["method", "budgets", "steps", "seconds", "images/s", f"of {race.baseline}'s", "timestep sampler's share"]
+    return as_table(head, rows)
+
+
+def agreement_lines(tables: list[Table]) -> list[str]:
+    """Tell whether two measurements rank the methods alike by their FID at equal time, over the runs that have both."""
+    rows = []
+    for one, other in combinations(tables, 2):
+        for share in SHARES:
+            time, means = one.race.time(share), []
+            for method in one.points.keys() & other.points.keys():
+                first, second = one.values(method, time), other.values(method, time)
+                if seeds := first.keys() & second.keys():
+                    means.append([np.mean([np.log(by_seed[seed]) for seed in seeds]) for by_seed in (first, second)])
+            if len(means) >= FEWEST_METHODS:
+                kendall, spearman = (rank(*np.transpose(means)).statistic for rank in (kendalltau, spearmanr))
+                names = one.measurement.name, other.measurement.name
+                rows.append([*names, f"{time:g}", str(len(means)), f"{kendall:.2f}", f"{spearman:.2f}"])
+    if not rows:
+        return []
+    unit = tables[0].race.unit
+    head = ["one", "other", unit, "methods", "Kendall's tau", "Spearman's rho"]
+    return ["## Do the measurements agree?", "", "Rank correlation of the methods' FID:", "", *as_table(head, rows), ""]
+
+
+def precision_lines(race: Race) -> list[str]:
+    """State what the precision of sampling and features, and compiling them, change in FID."""
+    path = race.results / PRECISION
+    if not path.exists():
+        return []
+    rows = []
+    for name, known in json.loads(path.read_text(encoding="utf-8")).items():
+        fids = known["measured"]["fid"], known["float32"]["fid"]
+        settings = known["mixed_precision"] + (", compiled" if known["compile"] else "")
+        rows.append([known["run"], name, settings, *(f"{fid:.3f}" for fid in fids), f"{fids[0] / fids[1] - 1:+.2%}"])
+    head = ["run", "measurement", "measured in", "FID", "FID in float32", "error"]
+    return ["## Precision", "", "The same weights and seeds, measured both ways:", "", *as_table(head, rows), ""]
