@@ -279,8 +279,8 @@ def test_weights_follow_the_expected_error_and_have_mean_one():
 def test_noise_earns_nothing_and_every_timestep_keeps_its_floor():
     prior = MarginalReturn(build_scheduler().alphas_cumprod).describe()
     noisy = learned_returns(steps=1030, noise=0.5, falling=False)
-    assert (noisy.describe() - prior).abs().sum() < 0.2  # of 2, where nothing is shared
-    assert (learned_returns(steps=1030, noise=0.01).describe() - prior).abs().sum() > 0.3
+    assert (noisy.describe() - prior).abs().sum() < 0.1  # of 2, where nothing is shared
+    assert (learned_returns(steps=1030, noise=0.01).describe() - prior).abs().sum() > 0.15
     assert torch.equal(learned_returns(steps=40).describe(), prior)  # too few losses to tell
     sampler = learned_returns(steps=1030)
     assert sampler.describe().min() >= sampler.least_probability * (1 - 1e-12)
