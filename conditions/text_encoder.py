@@ -42,7 +42,7 @@ def text_encoder_config(name: str) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(location_of(name))
+        config = AutoConfig.from_pretrained(location_of(name), trust_remote_code=False)
     except Exception as error:
         raise UserError(
             f"--text_encoder {name}: neither a folder with an encoder nor to be had from the Hub "
@@ -64,8 +64,10 @@ class TextEncoder:
         kind = AutoModelForTextEncoding if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING else AutoModel
         # transformers raises OSError, ValueError, and what a damaged file runs into.
         with user_errors(f"--text_encoder {name}: cannot be loaded", Exception):
-            encoder = kind.from_pretrained(location_of(name), config=config, dtype=torch.float32)
-            self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or location_of(name))
+            # It is data: classes of transformers read it, none that travels with it, and no pickle is opened.
+            as_data = {"trust_remote_code": False, "use_safetensors": True}
+            encoder = kind.from_pretrained(location_of(name), config=config, dtype=torch.float32, **as_data)
+            self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or location_of(name), trust_remote_code=False)
         self.encoder = encoder.eval().requires_grad_(False).to(device)
 
     @cached_property

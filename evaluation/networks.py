@@ -146,10 +146,11 @@ def transformers_network(features: str, device: torch.device) -> FeatureNetwork:
         f"holds config.json, model.safetensors and preprocessor_config.json"
     )
     with user_errors(failure, OSError, ValueError, KeyError):
-        kind = AutoConfig.from_pretrained(source).model_type
+        kind = AutoConfig.from_pretrained(source, trust_remote_code=False).model_type
         model_class = CLIPVisionModelWithProjection if kind.startswith("clip") else AutoModel
-        model = model_class.from_pretrained(source).eval().requires_grad_(False)
-        processor = AutoImageProcessor.from_pretrained(source)
+        as_data = {"trust_remote_code": False, "use_safetensors": True}  # no class that travels with it, no pickle
+        model = model_class.from_pretrained(source, **as_data).eval().requires_grad_(False)
+        processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
     size = next(iter(dict(getattr(processor, "crop_size", None) or processor.size).values()))
     return FeatureNetwork(
         name=features if features in PUBLISHED else re.sub(r"\W+", "_", Path(features).resolve().name),

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import UserError, user_errors
 from common.files import write_atomically
 from evaluation.metrics import METRICS, SPREAD, Metric, metric_of
 from run_folder.folder import BEST_SCORES, RESULTS
@@ -48,12 +48,17 @@ def read_results(output_dir: Path) -> list[Row]:
     path = output_dir / RESULTS
     if not path.exists():
         return []
-    with path.open(encoding="utf-8", newline="") as file:
+    damaged = user_errors(f"{path} cannot be read: move it away", OSError, ValueError, csv.Error)
+    with damaged, path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         missing = [name for name in KEYS if name not in (reader.fieldnames or [])]
         if missing:
             raise UserError(f"{path} is not a table of this program (no column {missing[0]}): move it away")
-        return [{name: _value(name, text) for name, text in row.items()} for row in reader]
+        rows = list(reader)
+        for number, row in enumerate(rows, start=2):
+            if None in row or None in row.values():
+                raise ValueError(f"line {number} does not have {len(reader.fieldnames)} columns")
+        return [{name: _value(name, text) for name, text in row.items()} for row in rows]
 
 
 def _value(name: str, text: str | None) -> str | int | float | None:
