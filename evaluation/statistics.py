@@ -1,6 +1,5 @@
 """The statistics of real images, computed once and kept with all that they depend on."""
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.errors import UserError, user_errors
+from common.errors import UserError, reason_of, user_errors
 from common.files import load_safetensors, save_safetensors
 from evaluation.features import FeatureExtractor
 from evaluation.image_sets import ImageSet
@@ -178,9 +177,14 @@ def _path_in_cache(identity: Identity, cache_dir: Path) -> Path:
 
 def _from_cache(identity: Identity, cache_dir: Path) -> Statistics | None:
     path = _path_in_cache(identity, cache_dir)
-    with contextlib.suppress(*UNREADABLE):
+    if not path.exists():
+        return None
+    try:
         statistics = load_statistics(path)
-        if statistics.identity == identity:
-            logger.info("The reference's statistics (%s) are in %s", identity.mode, path)
-            return statistics
-    return None
+        if statistics.identity != identity:
+            raise ValueError("it is of other images")
+    except UNREADABLE as error:
+        logger.warning("%s is made again: %s", path, reason_of(error))
+        return None
+    logger.info("The reference's statistics (%s) are in %s", identity.mode, path)
+    return statistics

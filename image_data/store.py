@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from common.errors import UserError
-from common.files import default_cache_dir, load_safetensors, save_safetensors, sync
+from common.files import default_cache_dir, file_checksum, load_safetensors, save_safetensors, sync
 from common.machine import default_num_workers
 from common.processes import Processes
 from image_data.data_options import DataOptions
@@ -116,6 +116,7 @@ class _Index:
     widths: np.ndarray
     offsets: np.ndarray  # int64: where in the pixels every image begins, and where the last one ends
     skipped: list[str]  # a line for every image that was left out
+    pixels: str = ""  # their checksum
 
 
 class _Images:
@@ -190,13 +191,22 @@ def _key(decoder: ImageDecoder, in_memory: bool) -> str:
 
 
 def _find(decoder: ImageDecoder, folder: Path) -> _Index | None:
-    """Return the index of the folder, unless an image that it leaves out can be decoded by now."""
-    index = _read_index(folder)
-    if index is not None:
+    """Return the index of the folder, unless it is damaged or an image that it leaves out can be decoded by now.
+
+    To read all pixels for their checksum is no loss of time: the training does it next.
+    """
+    if not folder.exists():
+        return None
+    index, is_whole = _read_index(folder), False
+    with contextlib.suppress(OSError):
+        is_whole = index is not None and file_checksum(folder / PIXELS) == index.pixels
+    if is_whole:
         left_out = set(range(len(decoder.source))).difference(index.kept.tolist())
         if all(isinstance(decoder.attempt(row), UndecodableImage) for row in left_out):
             return index
-        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        logger.warning("%s: the decoded images are not what was written there, and are made again", folder)
+    shutil.rmtree(folder, ignore_errors=True)
     return None
 
 
@@ -210,8 +220,12 @@ def _prepare(decoder: ImageDecoder, folder: Path, keep_pixels: bool, num_workers
             index = _write_pixels(decoder, file if keep_pixels else None, num_workers, on_bad_image)
         # Before the rename, or a power cut could leave a complete-looking folder of empty files.
         sync(unfinished / PIXELS)
-        tensors = {name: torch.from_numpy(value) for name, value in vars(index).items() if name != "skipped"}
-        save_safetensors(tensors, unfinished / INDEX, {"skipped": json.dumps(index.skipped)})
+        index.pixels = file_checksum(unfinished / PIXELS)
+        arrays = {name: value for name, value in vars(index).items() if isinstance(value, np.ndarray)}
+        metadata = {"skipped": json.dumps(index.skipped), "pixels": index.pixels}
+        save_safetensors(
+            {name: torch.from_numpy(value) for name, value in arrays.items()}, unfinished / INDEX, metadata
+        )
         _publish(unfinished, folder)
     except OSError as error:
         raise UserError(
@@ -268,9 +282,9 @@ def _read_index(folder: Path) -> _Index | None:
     try:
         tensors, metadata = load_safetensors(folder / INDEX)
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-        index = _Index(**arrays, skipped=json.loads(metadata["skipped"]))
+        index = _Index(**arrays, skipped=json.loads(metadata["skipped"]), pixels=metadata["pixels"])
         return index if (folder / PIXELS).stat().st_size == index.offsets[-1] else None
-    except OSError:
+    except (OSError, KeyError, TypeError, ValueError):  # damaged, or of another version
         return None
 
 
