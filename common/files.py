@@ -156,3 +156,10 @@ def lock(path: Path, flag: str = "--output_dir") -> None:
             f"{flag} {path}: another run is writing there at this moment; wait for it or choose another folder"
         ) from error
     _locks[path.resolve()] = file
+
+
+def unlock(path: Path) -> None:
+    """Give a folder up that `lock` holds, so that nothing in it tells of this process."""
+    if file := _locks.pop(path.resolve(), None):
+        (path / LOCK_FILE).unlink(missing_ok=True)
+        file.close()

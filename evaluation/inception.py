@@ -197,7 +197,7 @@ def read_cached(source_digest: str, cache_dir: Path) -> dict[str, torch.Tensor] 
         try:
             return load_safetensors(path)[0]
         except OSError as error:
-            logger.warning("%s is made again: %s", path, reason_of(error))
+            logger.warning("%s is not used: %s", path, reason_of(error))
     return None
 
 

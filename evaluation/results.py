@@ -16,6 +16,7 @@ from run_folder.folder import BEST_SCORES, RESULTS
 
 logger = logging.getLogger(__name__)
 
+RESULTS_JSON = "evaluation_results.json"
 Row = dict[str, str | int | float | None]
 
 
@@ -69,6 +70,14 @@ def _value(name: str, text: str | None) -> str | int | float | None:
     return float(text) if name == "train_seconds" or "@" in name else text
 
 
+def check_results(output_dir: Path) -> None:
+    """Raise before anything is measured if the tables could not be read or written then."""
+    read_results(output_dir)
+    for name in (RESULTS, RESULTS_JSON, BEST_SCORES):
+        if (output_dir / name).is_dir():
+            raise UserError(f"{output_dir / name} is a folder where a table must go: move it away")
+
+
 def find_row(rows: list[Row], measured: Measured) -> Row | None:
     """Return the row of this measurement, if there is one."""
     wanted = asdict(measured)
@@ -100,7 +109,7 @@ def remove_replaced(output_dir: Path, weights: dict[tuple[int | None, str], str]
 def _write(output_dir: Path, rows: list[Row]) -> None:
     without_blanks = [{name: value for name, value in row.items() if value is not None} for row in rows]
     write_atomically(output_dir / RESULTS, as_csv([*KEYS, *metric_columns(rows)], rows))
-    write_atomically(output_dir / "evaluation_results.json", json.dumps(without_blanks, indent=2) + "\n")
+    write_atomically(output_dir / RESULTS_JSON, json.dumps(without_blanks, indent=2) + "\n")
     write_atomically(output_dir / BEST_SCORES, as_csv(["metric", "best", *KEYS], best_scores(rows)))
 
 

@@ -122,6 +122,8 @@ def save_statistics(statistics: Statistics, path: Path) -> None:
 def load_statistics(path: Path) -> Statistics:
     """Read statistics that `save_statistics` wrote."""
     tensors, metadata = load_safetensors(path)
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        raise ValueError("it holds numbers that are not finite")
     identity = Identity(**json.loads(metadata["identity"]))
     spatial = Moments(tensors["spatial_mean"], tensors["spatial_covariance"]) if "spatial_mean" in tensors else None
     return Statistics(identity, Moments(tensors["mean"], tensors["covariance"]), spatial, tensors.get("features"))
@@ -165,6 +167,8 @@ def _of_npz(path: Path, mode: str | None, network: FeatureNetwork, size: tuple[i
         mean, covariance = (torch.from_numpy(arrays[name].astype(np.float64)) for name in ("mu", "sigma"))
     if covariance.shape != (2048, 2048) or mean.shape != (2048,):
         raise UserError(f"--statistics {path}: mu and sigma are {list(mean.shape)} and {list(covariance.shape)}")
+    if not (mean.isfinite().all() and covariance.isfinite().all()):
+        raise UserError(f"--statistics {path}: mu or sigma holds numbers that are not finite")
     digest = hashlib.sha256(mean.numpy().data).hexdigest()
     identity = Identity(path.name, None, 0, *size, 3, False, digest, network.name, mode, "not known", "not known")
     return Statistics(identity, Moments(mean, covariance))
