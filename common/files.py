@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -163,3 +164,18 @@ def unlock(path: Path) -> None:
     if file := _locks.pop(path.resolve(), None):
         (path / LOCK_FILE).unlink(missing_ok=True)
         file.close()
+
+
+def portable(name: str) -> str:
+    """Return a name as it is on every machine: macOS splits accents in two characters, and bytes may be no text."""
+    try:
+        data = name.encode("utf-8", "surrogateescape")  # the bytes that the system has
+    except UnicodeEncodeError:  # of JSON
+        data = name.encode("utf-8", "surrogatepass")
+    text = data.decode("utf-8", "backslashreplace")
+    return unicodedata.normalize("NFC", text)
+
+
+def printable(name: str) -> str:
+    """Return a name on one line of any terminal."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in portable(name))

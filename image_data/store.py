@@ -18,7 +18,7 @@ import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -86,6 +86,13 @@ def load_training_images(
     return TrainingImages(images, channels, num_workers, options.random_flip)
 
 
+class Decoded(NamedTuple):
+    """What came of an image: its pixels, if they are wanted, and the height and width that it is stored in."""
+
+    pixels: np.ndarray | None
+    size: tuple[int, int]
+
+
 @dataclass(frozen=True)
 class ImageDecoder:
     """Decodes the images of a source to one size and number of channels, in worker processes too."""
@@ -96,15 +103,19 @@ class ImageDecoder:
     center_crop: bool
 
     def decode(self, row: int) -> np.ndarray:
-        return decode_image(self.source.read(row), self.channels, self.resolution, self.center_crop)
+        return self._decode(self.source.read(row))
 
-    def attempt(self, row: int, keep_pixels: bool = False) -> np.ndarray | UndecodableImage | None:
-        """Decode a row and return its pixels, if they are wanted; or return the error."""
+    def _decode(self, data: bytes) -> np.ndarray:
+        return decode_image(data, self.channels, self.resolution, self.center_crop)
+
+    def attempt(self, row: int, keep_pixels: bool = False) -> Decoded | UndecodableImage:
+        """Decode a row and return its pixels, if they are wanted, and its size; or return the error."""
         try:
-            pixels = self.decode(row)
+            data = self.source.read(row)
+            pixels = self._decode(data)
+            return Decoded(pixels if keep_pixels else None, stored_size(data))
         except UndecodableImage as error:
             return error
-        return pixels if keep_pixels else None
 
 
 @dataclass
@@ -239,7 +250,7 @@ def _prepare(decoder: ImageDecoder, folder: Path, keep_pixels: bool, num_workers
 
 def _write_pixels(decoder: ImageDecoder, file: BinaryIO | None, num_workers: int, on_bad_image: str) -> _Index:
     """Decode every image once, and write the pixels if there is a file for them."""
-    kept, shapes, skipped = [], [], []
+    kept, shapes, skipped, enlarged = [], [], [], []
     bytes_of_a_square = decoder.channels * decoder.resolution**2
     size = min(MOST_IMAGES_PER_CHUNK, max(1, MOST_BYTES_PER_CHUNK // bytes_of_a_square))
     rows, description = range(len(decoder.source)), "Checking images" if file is None else "Decoding"
@@ -251,11 +262,17 @@ def _write_pixels(decoder: ImageDecoder, file: BinaryIO | None, num_workers: int
                 _refuse_bad_images(skipped, on_bad_image)
                 continue
             kept.append(row)
-            if outcome is not None:
-                file.write(outcome.data)
-                shapes.append(outcome.shape)
+            if min(outcome.size) < decoder.resolution:
+                enlarged.append((min(outcome.size), row))
+            if outcome.pixels is not None:
+                file.write(outcome.pixels.data)
+                shapes.append(outcome.pixels.shape)
     if not kept:
         raise UserError(f"none of the {len(rows)} images can be decoded, the first being {skipped[0]}")
+    if enlarged:
+        side, row = min(enlarged)
+        message = "%d of %d images are enlarged, as a side is below %d pixels; that of %s is %d"
+        logger.warning(message, len(enlarged), len(kept), decoder.resolution, decoder.source.describe(row), side)
     shapes = np.array(shapes, np.int64).reshape(-1, 3)
     return _Index(
         kept=np.array(kept, np.int64),

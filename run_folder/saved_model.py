@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError, first_cause, reason_of, user_errors
+from common.errors import UserError, reason_of_hub, user_errors
 from common.files import sha256
 from run_folder.checkpoints import (
     CONDITION_FILE,
@@ -165,8 +165,7 @@ def _folder_of(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=[*FETCHED]))
     except Exception as error:  # of the Hub, of the network, or of a repository that holds something else
         raise UserError(
-            f"--model {model}: there is no such folder, and it could not be had from the Hub "
-            f"({reason_of(first_cause(error))})"
+            f"--model {model}: there is no such folder, and it could not be had from the Hub ({reason_of_hub(error)})"
         ) from error
 
 

@@ -137,6 +137,17 @@ def test_a_damaged_cache_is_made_anew(photos, prepare, tmp_path, memory, caplog)
     assert caplog.text.count("made again") == 0
 
 
+def test_images_that_are_enlarged_are_said(load, prepare, tmp_path, caplog):
+    folder = image_folder(tmp_path / "photos")
+    prepare(load(train_data_dir=str(folder)))
+    assert "enlarged" not in caplog.text
+    write(folder / "class0/dot.png", png(0, 1, 1))
+    write(folder / "class0/small.png", png(0, 9, 7))
+    prepare(load(train_data_dir=str(folder)))
+    dot = folder / "class0/dot.png"
+    assert f"2 of 14 images are enlarged, as a side is below 8 pixels; that of {dot} is 1" in caplog.text
+
+
 @pytest.fixture
 def damaged(tmp_path, load):
     """Ten images, of which numbers 3 and 7 are broken and number 8 is gone since the folder was read."""
