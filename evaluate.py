@@ -31,8 +31,11 @@ def main() -> None:
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes
     from evaluation.networks import load_networks
+    from evaluation.results import check_results
     from evaluation.session import Session
 
+    if results:
+        check_results(Path(results).expanduser())
     processes = start_processes(options)
     cache_dir = Path(options.cache_dir or default_cache_dir()).expanduser()
     with processes.main_first():

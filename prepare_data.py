@@ -9,12 +9,14 @@ import json
 import logging
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import UserError, run_script
-from common.files import lock, make_folder, write_atomically
+from common.files import LOCK_FILE, lock, make_folder, printable, unlock, write_atomically
 from common.interruption import stops_deferred
 from common.options import values_of
 from preparation.prepare_options import PrepareOptions, folders_of, parse_prepare_options
@@ -39,9 +41,7 @@ def main() -> None:
     set_up_logging(is_main=True)
     sys.stdout.reconfigure(errors="backslashreplace")  # names of files may have letters that the terminal has not
     try:
-        with stops_deferred():
-            make_folder(output)
-            lock(output, "--output")
+        with stops_deferred(), held(output):
             healthy = (check if options.check else prepare)(options, source, output)
     except OSError as error:  # a full or failing disk is not this program's mistake
         where = f" ({error.filename})" if error.filename else ""
@@ -50,11 +50,27 @@ def main() -> None:
         sys.exit(0 if healthy else 1)
 
 
+@contextmanager
+def held(output: Path) -> Iterator[None]:
+    """Hold the output folder; a call that fails before it has written anything leaves nothing in the next one's way."""
+    before = {entry.name for entry in output.iterdir()} if output.is_dir() else None
+    make_folder(output)
+    lock(output, "--output")
+    try:
+        yield
+    except BaseException:
+        written = {entry.name for entry in output.iterdir()} - (before or set()) - {LOCK_FILE}
+        if not written and LOCK_FILE not in (before or ()):
+            unlock(output)
+            if before is None:
+                output.rmdir()
+        raise
+
+
 def prepare(options: PrepareOptions, source: Path, output: Path) -> None:
     """Write what is missing of the image folder."""
     from preparation.archives import identity_of, unpacked
     from preparation.image_folder import OutputFormat, PreparedFolder, plan, with_captions
-    from preparation.photo_files import printable
 
     archive = identity_of(source)
     settings = {"source": str(source.resolve()), "archive": archive, **values_of(options, lambda facts: facts.saved)}

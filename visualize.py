@@ -24,6 +24,9 @@ class PictureOptions:
         1000, "T, the number of diffusion steps.", Range("2 or greater", lambda steps: steps >= 2)
     )
     run_dir: str | None = option(None, "Draw this run instead: its densities and losses over t, log-SNR and time.")
+    timestep_sampler: str | None = option(
+        None, "With --run_dir: the file and class of a timestep sampler of your own that the run was trained with."
+    )
     output_dir: str | None = option(None, "Where the pictures go (default: figures, of the run if there is one).")
     seed: int = option(0, "All noise is a function of this.", NOT_NEGATIVE)
 
@@ -57,6 +60,8 @@ def parse(arguments: list[str]) -> Options:
     for name in options.schedules:
         if name not in known:
             raise UserError(f"--schedules {name}: there is no such schedule; there are {', '.join(known)}")
+    if options.timestep_sampler is not None and options.run_dir is None:
+        raise UserError(f"--timestep_sampler {options.timestep_sampler}: goes with --run_dir")
     return options
 
 
@@ -106,7 +111,7 @@ def draw_run(options: Options) -> list[Path]:
     from visualization import run_curves
 
     run = Path(options.run_dir)
-    config, metrics = run_curves.read_run(run)
+    config, metrics = run_curves.read_run(run, options.timestep_sampler)
     densities, folder = run_curves.read_densities(run, config), make_output_dir(options)
     pictures = [run_curves.draw_losses_by_quarter(metrics, config.ddpm_num_steps, folder / "loss_by_quarter.png")]
     timesteps, bins = run_curves.read_timesteps(run, config)

@@ -1,6 +1,7 @@
 """Mistakes of the user: one line on the terminal and an exit code, never a traceback."""
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -69,3 +70,13 @@ def first_cause(error: BaseException) -> BaseException:
 def reason_of(error: BaseException) -> str:
     """Return what the system or a library has to say, in a line, for the end of one of our own."""
     return getattr(error, "strerror", None) or next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def reason_of_hub(error: BaseException) -> str:
+    """Return why something could not be had from the Hub; that it was not asked, or not reached, says no library."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return "the Hub was not asked, as HF_HUB_OFFLINE is set, and no copy of it is on this machine"
+    cause = first_cause(error)
+    if isinstance(cause, ConnectionError | TimeoutError | socket.gaierror) or "Connect" in type(cause).__name__:
+        return f"the Hub cannot be reached from here, and no copy of it is on this machine: {reason_of(cause)}"
+    return f"{type(cause).__name__}: {reason_of(cause)}"

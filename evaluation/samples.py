@@ -1,20 +1,20 @@
 """The checkpoints of a run, the images generated for each, and the real ones they are compared with."""
 
+import contextlib
+import hashlib
 import logging
-from collections.abc import Iterator
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.errors import UserError
-from common.files import sha256
+from common.files import sha256, unlock
 from common.processes import Processes
-from evaluation.image_sets import Batch, EncodedImages, as_rgb, open_images
+from evaluation.image_sets import EncodedImages, open_images
 from evaluation.results import Measured
 from evaluation.statistics import Identity
-from generation.engine import InferenceSettings, Job, generate_images, prefers_channels_last
+from generation.engine import InferenceSettings, Job, prefers_channels_last
 from generation.methods import OWN_SETTINGS
 from generation.sample_folder import RECORD, SampleFolder, UnusableFolder, complete_folders, default_folder, read_record
 from image_data.sources import load_images
@@ -25,6 +25,7 @@ from run_folder.saved_model import SavedModel, find_models
 
 logger = logging.getLogger(__name__)
 
+UNMEASURED = ".unmeasured"  # in the folder of the results: images of an evaluation under way, or interrupted
 NAMED_SETTINGS = (*OWN_SETTINGS, "guidance_scale")  # besides the sampler and its steps
 
 
@@ -113,17 +114,35 @@ class Samples:
 
     def keep(self) -> Path:
         """Generate the images into the folder that generate.py would choose, with samples.json and a grid."""
-        folder = SampleFolder(self.folder, self.job, range(self.count))
         try:
-            complete_folders([folder], self.processes, self.inference)
+            return self._complete(self.folder)
         except UnusableFolder as error:
             raise UserError(f"--keep_images, whose folder must be moved away first: {error}") from error
-        self.processes.barrier()
-        return self.folder
 
-    def generate(self, feature_batch_size: int) -> Iterator[Batch]:
-        """Yield this process's share of the images, straight from the network."""
-        for seeds, images in generate_images(self.job, range(self.count), self.processes, self.inference):
-            # Not joined with those of the next batch, which depends on what the other processes do.
-            parts = torch.tensor(seeds).split(feature_batch_size), as_rgb(images).split(feature_batch_size)
-            yield from zip(*parts, strict=True)
+    def generate(self, output_dir: Path) -> Path:
+        """Generate the images into a folder that is there until they are measured.
+
+        To be interrupted, even killed, therefore costs a batch: the same call goes on with what is missing.
+        """
+        folder = self.unmeasured(output_dir)
+        logger.info("Its images are in %s until they are measured", folder)
+        return self._complete(folder)
+
+    def unmeasured(self, output_dir: Path) -> Path:
+        """Return that folder, another for whatever makes other images."""
+        made_by = (self.job.model.sha256, *sorted(self.settings.items()), self.inference)
+        key = hashlib.blake2b(repr(made_by).encode(), digest_size=4).hexdigest()
+        return output_dir / UNMEASURED / f"{self.job.model.label}-{key}"
+
+    def discard(self, output_dir: Path) -> None:
+        """Remove what `generate` made, or what an earlier one left."""
+        folder = self.unmeasured(output_dir)
+        unlock(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # there are others in it, or it is not there
+            folder.parent.rmdir()
+
+    def _complete(self, folder: Path) -> Path:
+        complete_folders([SampleFolder(folder, self.job, range(self.count))], self.processes, self.inference)
+        self.processes.barrier()
+        return folder

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from common.errors import UserError
+from common.errors import UserError, user_errors
 from common.interruption import Interrupted
 from common.machine import default_num_workers
 from common.processes import Processes
@@ -107,6 +107,8 @@ class Session:
             measured = samples.describe(self.reference[0].identity) if processes.is_main else None
             if processes.broadcast(processes.is_main and self._is_measured(measured)):
                 logger.info("%s (%d of %d) has been measured already", samples.name, number, len(jobs))
+                if processes.is_main:
+                    samples.discard(self.output_dir)
                 continue
             logger.info("%s (%d of %d), weights=%s", samples.name, number, len(jobs), job.model.weights)
             self.extractor.prepare(count, tuple(size), later=count * (len(jobs) - number))
@@ -114,15 +116,16 @@ class Session:
                 self._measure_samples(samples, measured)
             except Interrupted as stop:
                 signal = str(stop).partition(":")[0]
-                where = f"stopped at {samples.name}; the ones before it are in {self.output_dir / results.RESULTS}"
-                raise Interrupted(f"{signal}: {where}; start the same command again to continue") from stop
+                where = f"stopped at {samples.name}, whose images so far are kept; the ones before it are in"
+                table = self.output_dir / results.RESULTS
+                raise Interrupted(f"{signal}: {where} {table}; start the same command again to continue") from stop
 
         if processes.is_main:
             rows = results.read_results(self.output_dir)
-            print(f"\n{results.describe_rows(rows, count)}\n")
             for plot in [*draw_run(self.output_dir, rows, self.has_score), *draw_guidance(self.output_dir, rows)]:
                 logger.info("Drew %s", plot)
             update_evaluation(self.output_dir)
+            print(f"\n{results.describe_rows(rows, count)}\n")
 
     def _load_reference(self, size: tuple[int, int], is_grey: bool | None, later: int) -> None:
         """Load the real images' statistics, for generated images of this size, of which so many are measured later."""
@@ -201,22 +204,21 @@ class Session:
         """Measure the images of a checkpoint, which are kept or generated now."""
         options, processes = self.options, self.processes
         folder = processes.broadcast(samples.find_kept() if processes.is_main else None)
-        if folder is None and options.keep_images:
-            folder = samples.keep()
         if folder is None:
-            batches = samples.generate(options.feature_batch_size)
+            folder = samples.keep() if options.keep_images else samples.generate(self.output_dir)
         else:
             logger.info("Its images are in %s", folder)
-            batches = self.extractor.batches(open_images(str(folder), "--run_dir"), torch.arange(samples.count))
+        batches = self.extractor.batches(open_images(str(folder), "--run_dir"), torch.arange(samples.count))
         batches = self.accuracy.observe(batches) if self.accuracy else batches
-        # Generation shows its own bar.
-        features = self.extractor.extract(batches, samples.count, samples.job.model.name if folder else None)
+        features = self.extractor.extract(batches, samples.count, samples.job.model.name)
         metrics = self.accuracy.measure() if self.accuracy else {}
         if processes.is_main:
             self._report(measured, features, metrics)
             if measured.step is not None:
                 results.log_to_tensorboard(self.output_dir / self.run.read_config().logging_dir, measured, metrics)
         processes.barrier()
+        if processes.is_main:
+            samples.discard(self.output_dir)
 
     def _report(self, measured: results.Measured, extracted: list[Features], metrics: dict[str, float]) -> None:
         """Add all metrics to those that are known, put them into the tables and print them."""
@@ -226,13 +228,15 @@ class Session:
         classes = []
         if self.accuracy and self.is_reference_labelled:
             classes = self.accuracy.measure_classes(networks[0], extracted[0], reference[0])
-        if classes:
-            add_classes(self.output_dir, measured, classes)
-        if self.output_dir is not None:
-            results.add_result(self.output_dir, measured, metrics)
-        print(f"\n{results.describe_result(measured, metrics)}\n", flush=True)
-        if classes:
-            print(f"{describe_classes(classes)}\n", flush=True)
+        text = results.describe_result(measured, metrics) + (f"\n\n{describe_classes(classes)}" if classes else "")
+        try:
+            with user_errors(f"{self.output_dir}: the results cannot be written there", OSError):
+                if classes:
+                    add_classes(self.output_dir, measured, classes)
+                if self.output_dir is not None:
+                    results.add_result(self.output_dir, measured, metrics)
+        finally:  # on the disk before the screen, and on the screen if there is no disk
+            print(f"\n{text}\n", flush=True)
         dimensions = max(features.features.shape[1] for features in extracted)
         counts = [measured.num_images, reference[0].identity.count, *(row["samples"] for row in classes)]
         fewest = min(filter(None, counts))  # how many are behind an .npz is not known

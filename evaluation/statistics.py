@@ -1,6 +1,5 @@
 """The statistics of real images, computed once and kept with all that they depend on."""
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.errors import UserError, user_errors
+from common.errors import UserError, reason_of, user_errors
 from common.files import load_safetensors, save_safetensors
 from evaluation.features import FeatureExtractor
 from evaluation.image_sets import ImageSet
@@ -123,6 +122,8 @@ def save_statistics(statistics: Statistics, path: Path) -> None:
 def load_statistics(path: Path) -> Statistics:
     """Read statistics that `save_statistics` wrote."""
     tensors, metadata = load_safetensors(path)
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        raise ValueError("it holds numbers that are not finite")
     identity = Identity(**json.loads(metadata["identity"]))
     spatial = Moments(tensors["spatial_mean"], tensors["spatial_covariance"]) if "spatial_mean" in tensors else None
     return Statistics(identity, Moments(tensors["mean"], tensors["covariance"]), spatial, tensors.get("features"))
@@ -166,6 +167,8 @@ def _of_npz(path: Path, mode: str | None, network: FeatureNetwork, size: tuple[i
         mean, covariance = (torch.from_numpy(arrays[name].astype(np.float64)) for name in ("mu", "sigma"))
     if covariance.shape != (2048, 2048) or mean.shape != (2048,):
         raise UserError(f"--statistics {path}: mu and sigma are {list(mean.shape)} and {list(covariance.shape)}")
+    if not (mean.isfinite().all() and covariance.isfinite().all()):
+        raise UserError(f"--statistics {path}: mu or sigma holds numbers that are not finite")
     digest = hashlib.sha256(mean.numpy().data).hexdigest()
     identity = Identity(path.name, None, 0, *size, 3, False, digest, network.name, mode, "not known", "not known")
     return Statistics(identity, Moments(mean, covariance))
@@ -178,9 +181,14 @@ def _path_in_cache(identity: Identity, cache_dir: Path) -> Path:
 
 def _from_cache(identity: Identity, cache_dir: Path) -> Statistics | None:
     path = _path_in_cache(identity, cache_dir)
-    with contextlib.suppress(*UNREADABLE):
+    if not path.exists():
+        return None
+    try:
         statistics = load_statistics(path)
-        if statistics.identity == identity:
-            logger.info("The reference's statistics (%s) are in %s", identity.mode, path)
-            return statistics
-    return None
+        if statistics.identity != identity:
+            raise ValueError("it is of other images")
+    except UNREADABLE as error:
+        logger.warning("%s is made again: %s", path, reason_of(error))
+        return None
+    logger.info("The reference's statistics (%s) are in %s", identity.mode, path)
+    return statistics

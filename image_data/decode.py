@@ -9,6 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
+# What is meant to be an image by its name. Some of these Pillow cannot read; they are then named, not passed over.
+IMAGE_SUFFIXES = frozenset(
+    ".jpg .jpeg .jpe .jfif .png .apng .gif .bmp .dib .tif .tiff .webp .ppm .pgm .pbm .pnm .tga .jp2 .avif .heic .heif"
+    .split()
+)  # fmt: skip
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_BIT_DEPTH = 24  # where the header keeps it
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -55,7 +60,7 @@ def decode_image(data: bytes, channels: int, resolution: int | None, center_crop
     side is kept, for crops to be drawn from it later.
     """
     with errors_as_undecodable():
-        image = _upright(Image.open(io.BytesIO(data)), data, MODES[channels])
+        image = _upright(_open(data), data, MODES[channels])
         if resolution is not None:
             image = _resize(image, resolution)
         if center_crop:
@@ -69,7 +74,7 @@ def decode_image(data: bytes, channels: int, resolution: int | None, center_crop
 def is_grey(data: bytes) -> bool:
     """Return whether the file's header says that the image has no colour."""
     with errors_as_undecodable():
-        image = Image.open(io.BytesIO(data))
+        image = _open(data)
         if image.mode == "P":
             return _palette_is_grey(image)
         # Pillow widens a 16-bit PNG of grey and alpha to RGBA; what it reads from tells the two apart.
@@ -80,20 +85,20 @@ def is_grey(data: bytes) -> bool:
 def stored_size(data: bytes) -> tuple[int, int]:
     """Return height and width from the file's header, before the image is turned."""
     with errors_as_undecodable():
-        return Image.open(io.BytesIO(data)).size[::-1]
+        return _open(data).size[::-1]
 
 
 def upright_size(data: bytes) -> tuple[int, int]:
     """Return height and width of the image when turned as the file says."""
     with errors_as_undecodable():
-        image = Image.open(io.BytesIO(data))
+        image = _open(data)
         return _turned(image.size, _orientation(image))[::-1]
 
 
 def plain_suffix(data: bytes, channels: int) -> str | None:
     """Return a suffix if every program reads the same upright 8-bit image of these channels from the file as it is."""
     with errors_as_undecodable():
-        image = Image.open(io.BytesIO(data))
+        image = _open(data)
         deep = data.startswith(PNG_SIGNATURE) and data[PNG_BIT_DEPTH] == 16
         odd = deep or image.has_transparency_data or _orientation(image) != 1 or getattr(image, "is_animated", False)
         return PLAIN_FORMATS.get(image.format) if image.mode == MODES[channels] and not odd else None
@@ -112,11 +117,19 @@ class Inspected(NamedTuple):
 def inspect_image(data: bytes, side: int) -> Inspected:
     """Read all of an image, as `decode_image` does, but of a JPEG compute only as many pixels as are looked at."""
     with errors_as_undecodable():
-        image = Image.open(io.BytesIO(data))
+        image = _open(data)
         size, mode, kind = image.size, image.mode, image.format
         image.draft("L", (2 * side, 2 * side))
         grey = _upright(image, data, "L").resize((side, side), Image.Resampling.BICUBIC)
         return Inspected(*_turned(size, _orientation(image)), mode, kind, np.asarray(grey))
+
+
+def _open(data: bytes) -> ImageFile.ImageFile:
+    """Open an image of any kind but PostScript, which is a program: Pillow would have Ghostscript run it."""
+    image = Image.open(io.BytesIO(data))
+    if image.format == "EPS":
+        raise UndecodableImage("PostScript, which is not run")
+    return image
 
 
 def _upright(image: Image.Image, data: bytes, mode: str) -> Image.Image:

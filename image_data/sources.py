@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import hashlib
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,16 +12,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.errors import UserError, first_cause
+from common.errors import UserError, first_cause, reason_of_hub
+from common.files import printable
 from image_data.data_options import DataOptions
-from image_data.decode import UndecodableImage, errors_as_undecodable, is_grey
+from image_data.decode import IMAGE_SUFFIXES, UndecodableImage, errors_as_undecodable, is_grey
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
     from common.processes import Processes
 
+logger = logging.getLogger(__name__)
+
 DIGITS = "digits"
+MOST_NAMED = 5
 SAMPLED_FOR_CHANNELS = 256
 
 
@@ -98,7 +103,7 @@ def load_images(options: DataOptions, split: str = "train") -> ImageSource:
         raise UserError(f"--max_train_samples {options.max_train_samples} must be 1 or more")
     name, splits = _load_splits(options, split)
     if split not in splits:
-        raise UserError(f"{name} has no split '{split}'; it has: {', '.join(splits)}")
+        raise UserError(f"{name} has no split '{split}'; it has: {', '.join(splits) or 'none'}")
     dataset, where = splits[split], f"{name}[{split}]"
     if len(dataset) == 0:
         raise UserError(f"{where} is empty")
@@ -130,12 +135,14 @@ def _load_splits(options: DataOptions, split: str) -> "tuple[str, dict[str, Data
     if (dataset_name is None) == (folder is None):
         raise UserError("name the images with either --dataset_name or --train_data_dir, and not with both")
     if folder is not None:
-        return Path(folder).resolve().name, _load_image_folder(folder, split, options.cache_dir)
+        return os.path.basename(_existing_folder(folder, "--train_data_dir")), _load_image_folder(
+            folder, split, options.cache_dir
+        )
     if dataset_name == DIGITS:
         return DIGITS, {"train": load_digits()}
     path = Path(dataset_name).expanduser()
     if path.exists() or dataset_name.startswith((".", "/", "~")) or dataset_name.count("/") > 1:
-        return path.resolve().name, _load_local_folder(options, split)
+        return os.path.basename(_existing_folder(dataset_name, "--dataset_name")), _load_local_folder(options, split)
     return dataset_name, _load_from_hub(options)
 
 
@@ -152,7 +159,9 @@ def load_digits() -> "Dataset":
 
 
 def _existing_folder(folder: str, flag: str) -> str:
-    path = Path(folder).expanduser().resolve()
+    path = Path(os.path.realpath(Path(folder).expanduser()))
+    if path.is_symlink():  # what has no link left in it otherwise
+        raise UserError(f"{flag} {folder}: is a link that leads to itself")
     if not path.exists():
         raise UserError(f"{flag} {folder}: there is no such folder ({path})")
     if not path.is_dir():
@@ -185,7 +194,7 @@ def _load_image_folder(folder: str, split: str, cache_dir: str | None) -> "Datas
 def _folders_with_images(path: str) -> list[str]:
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
-    found, seen = [], set()
+    found, left_out, seen = [], [], set()
     for folder, sub_folders, files in os.walk(path, followlinks=True):
         seen.add(os.path.realpath(folder))
         sub_folders[:] = [
@@ -196,7 +205,19 @@ def _folders_with_images(path: str) -> list[str]:
         suffixes = {os.path.splitext(file)[1].lower() for file in files}
         if suffixes & {*ImageFolder.EXTENSIONS, ".zip"} or set(files) & set(ImageFolder.METADATA_FILENAMES):
             found.append(folder)
+        left_out += [os.path.join(folder, file) for file in files if is_other_image(file, ImageFolder.EXTENSIONS)]
+    if left_out:
+        shown = ", ".join(map(printable, sorted(left_out)[:MOST_NAMED])) + (
+            ", ..." if len(left_out) > MOST_NAMED else ""
+        )
+        logger.warning("%d file(s) are left out, as images of their kind cannot be read: %s", len(left_out), shown)
     return sorted(found)
+
+
+def is_other_image(name: str, read: Iterable[str]) -> bool:
+    """Return whether a file is meant to be an image by its name, though of none of the kinds that are read."""
+    suffix = os.path.splitext(name)[1].lower()
+    return suffix in IMAGE_SUFFIXES and suffix not in read and not name.startswith(".")
 
 
 def _split_folders(path: str) -> dict[str, str]:
@@ -204,7 +225,10 @@ def _split_folders(path: str) -> dict[str, str]:
     from datasets.data_files import SPLIT_KEYWORDS
 
     split_of = {keyword: str(split) for split, keywords in SPLIT_KEYWORDS.items() for keyword in keywords}
-    folders = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+    # Not entry.is_dir(), which raises for a link that leads to itself.
+    folders = sorted(
+        entry.name for entry in os.scandir(path) if os.path.isdir(entry.path) and not entry.name.startswith(".")
+    )
     if any(folder.lower() not in split_of for folder in folders):
         return {}
     return {split_of[folder.lower()]: os.path.join(path, folder) for folder in folders}
@@ -234,16 +258,18 @@ def _load_from_hub(options: DataOptions) -> "DatasetDict":
     try:
         return datasets.load_dataset(name, options.dataset_config_name, cache_dir=options.cache_dir)
     except Exception as error:
-        offline = "; HF_HUB_OFFLINE is set" if datasets.config.HF_HUB_OFFLINE else ""
         raise UserError(
             f"--dataset_name {name} is neither a local folder ({Path(name).resolve()} does not exist) "
-            f"nor could it be loaded from the Hub ({_root_cause(error)}{offline})"
+            f"nor could it be loaded from the Hub ({reason_of_hub(error)})"
         ) from error
 
 
 def _root_cause(error: BaseException) -> str:
     """Return the first line of the error beneath `datasets`' general ones."""
     cause = first_cause(error)
+    if isinstance(cause, UnicodeEncodeError):
+        file = printable(cause.object)
+        return f"the name of {file} is not UTF-8; rename it, or let prepare_data.py make a folder with plain names"
     message = str(cause).strip().split("\n")[0]
     if "corresponds to no data" in message:  # what `datasets` says about files without rows
         return "it is empty"

@@ -18,13 +18,13 @@ import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 
 from common.errors import UserError
-from common.files import default_cache_dir, load_safetensors, save_safetensors, sync
+from common.files import default_cache_dir, file_checksum, load_safetensors, save_safetensors, sync
 from common.machine import default_num_workers
 from common.processes import Processes
 from image_data.data_options import DataOptions
@@ -86,6 +86,13 @@ def load_training_images(
     return TrainingImages(images, channels, num_workers, options.random_flip)
 
 
+class Decoded(NamedTuple):
+    """What came of an image: its pixels, if they are wanted, and the height and width that it is stored in."""
+
+    pixels: np.ndarray | None
+    size: tuple[int, int]
+
+
 @dataclass(frozen=True)
 class ImageDecoder:
     """Decodes the images of a source to one size and number of channels, in worker processes too."""
@@ -96,15 +103,19 @@ class ImageDecoder:
     center_crop: bool
 
     def decode(self, row: int) -> np.ndarray:
-        return decode_image(self.source.read(row), self.channels, self.resolution, self.center_crop)
+        return self._decode(self.source.read(row))
 
-    def attempt(self, row: int, keep_pixels: bool = False) -> np.ndarray | UndecodableImage | None:
-        """Decode a row and return its pixels, if they are wanted; or return the error."""
+    def _decode(self, data: bytes) -> np.ndarray:
+        return decode_image(data, self.channels, self.resolution, self.center_crop)
+
+    def attempt(self, row: int, keep_pixels: bool = False) -> Decoded | UndecodableImage:
+        """Decode a row and return its pixels, if they are wanted, and its size; or return the error."""
         try:
-            pixels = self.decode(row)
+            data = self.source.read(row)
+            pixels = self._decode(data)
+            return Decoded(pixels if keep_pixels else None, stored_size(data))
         except UndecodableImage as error:
             return error
-        return pixels if keep_pixels else None
 
 
 @dataclass
@@ -116,6 +127,7 @@ class _Index:
     widths: np.ndarray
     offsets: np.ndarray  # int64: where in the pixels every image begins, and where the last one ends
     skipped: list[str]  # a line for every image that was left out
+    pixels: str = ""  # their checksum
 
 
 class _Images:
@@ -190,13 +202,22 @@ def _key(decoder: ImageDecoder, in_memory: bool) -> str:
 
 
 def _find(decoder: ImageDecoder, folder: Path) -> _Index | None:
-    """Return the index of the folder, unless an image that it leaves out can be decoded by now."""
-    index = _read_index(folder)
-    if index is not None:
+    """Return the index of the folder, unless it is damaged or an image that it leaves out can be decoded by now.
+
+    To read all pixels for their checksum is no loss of time: the training does it next.
+    """
+    if not folder.exists():
+        return None
+    index, is_whole = _read_index(folder), False
+    with contextlib.suppress(OSError):
+        is_whole = index is not None and file_checksum(folder / PIXELS) == index.pixels
+    if is_whole:
         left_out = set(range(len(decoder.source))).difference(index.kept.tolist())
         if all(isinstance(decoder.attempt(row), UndecodableImage) for row in left_out):
             return index
-        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        logger.warning("%s: the decoded images are not what was written there, and are made again", folder)
+    shutil.rmtree(folder, ignore_errors=True)
     return None
 
 
@@ -210,8 +231,12 @@ def _prepare(decoder: ImageDecoder, folder: Path, keep_pixels: bool, num_workers
             index = _write_pixels(decoder, file if keep_pixels else None, num_workers, on_bad_image)
         # Before the rename, or a power cut could leave a complete-looking folder of empty files.
         sync(unfinished / PIXELS)
-        tensors = {name: torch.from_numpy(value) for name, value in vars(index).items() if name != "skipped"}
-        save_safetensors(tensors, unfinished / INDEX, {"skipped": json.dumps(index.skipped)})
+        index.pixels = file_checksum(unfinished / PIXELS)
+        arrays = {name: value for name, value in vars(index).items() if isinstance(value, np.ndarray)}
+        metadata = {"skipped": json.dumps(index.skipped), "pixels": index.pixels}
+        save_safetensors(
+            {name: torch.from_numpy(value) for name, value in arrays.items()}, unfinished / INDEX, metadata
+        )
         _publish(unfinished, folder)
     except OSError as error:
         raise UserError(
@@ -225,7 +250,7 @@ def _prepare(decoder: ImageDecoder, folder: Path, keep_pixels: bool, num_workers
 
 def _write_pixels(decoder: ImageDecoder, file: BinaryIO | None, num_workers: int, on_bad_image: str) -> _Index:
     """Decode every image once, and write the pixels if there is a file for them."""
-    kept, shapes, skipped = [], [], []
+    kept, shapes, skipped, enlarged = [], [], [], []
     bytes_of_a_square = decoder.channels * decoder.resolution**2
     size = min(MOST_IMAGES_PER_CHUNK, max(1, MOST_BYTES_PER_CHUNK // bytes_of_a_square))
     rows, description = range(len(decoder.source)), "Checking images" if file is None else "Decoding"
@@ -237,11 +262,17 @@ def _write_pixels(decoder: ImageDecoder, file: BinaryIO | None, num_workers: int
                 _refuse_bad_images(skipped, on_bad_image)
                 continue
             kept.append(row)
-            if outcome is not None:
-                file.write(outcome.data)
-                shapes.append(outcome.shape)
+            if min(outcome.size) < decoder.resolution:
+                enlarged.append((min(outcome.size), row))
+            if outcome.pixels is not None:
+                file.write(outcome.pixels.data)
+                shapes.append(outcome.pixels.shape)
     if not kept:
         raise UserError(f"none of the {len(rows)} images can be decoded, the first being {skipped[0]}")
+    if enlarged:
+        side, row = min(enlarged)
+        message = "%d of %d images are enlarged, as a side is below %d pixels; that of %s is %d"
+        logger.warning(message, len(enlarged), len(kept), decoder.resolution, decoder.source.describe(row), side)
     shapes = np.array(shapes, np.int64).reshape(-1, 3)
     return _Index(
         kept=np.array(kept, np.int64),
@@ -268,9 +299,9 @@ def _read_index(folder: Path) -> _Index | None:
     try:
         tensors, metadata = load_safetensors(folder / INDEX)
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-        index = _Index(**arrays, skipped=json.loads(metadata["skipped"]))
+        index = _Index(**arrays, skipped=json.loads(metadata["skipped"]), pixels=metadata["pixels"])
         return index if (folder / PIXELS).stat().st_size == index.offsets[-1] else None
-    except OSError:
+    except (OSError, KeyError, TypeError, ValueError):  # damaged, or of another version
         return None
 
 

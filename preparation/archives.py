@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from common.errors import UserError
+from common.files import printable
 from common.interruption import stop_if_requested
 from common.progress import progress_bar
-from preparation.photo_files import HIDDEN, IMAGE_SUFFIXES, LARGEST_FILE, printable
+from image_data.decode import IMAGE_SUFFIXES
+from preparation.photo_files import HIDDEN, LARGEST_FILE
 
 logger = logging.getLogger(__name__)
 

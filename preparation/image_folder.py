@@ -8,6 +8,7 @@
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -20,13 +21,13 @@ from typing import NamedTuple
 from PIL import Image
 
 from common.errors import UserError
-from common.files import write_atomically
+from common.files import printable, write_atomically
 from common.interruption import fault_point
 from image_data.annotations import class_in_words
 from image_data.decode import UndecodableImage, decode_image, errors_as_undecodable, is_grey, plain_suffix
 from image_data.workers import process_files
 from preparation.layouts import Collection, Photo
-from preparation.photo_files import printable, read_file
+from preparation.photo_files import read_file
 
 MANIFEST = "prepared.json"
 METADATA = "metadata.jsonl"
@@ -119,16 +120,17 @@ class PreparedFolder:
         """Begin with an empty folder or go on with one; raise if it holds something else."""
         self.path = path
         settings = {"format": FORMAT_VERSION, **settings}
+        self.manifest = {"settings": settings, "images": [], "left_out": {}}
+        files = sorted(path.glob("[!.]*")), path.glob("[!.]*/**/[!.]*")
+        written = (file for file in itertools.chain(*files) if file.is_file() and file != path / MANIFEST)
+        if (first := next(written, None)) is None:
+            return  # whatever an earlier call was to write
         if not (path / MANIFEST).exists():
-            strange = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
-            if strange:
-                found = f"is not empty ({strange[0]}) and was not made by this script"
-                raise UserError(f"--output {path}: {found}; name a new folder")
-            self._save_manifest({"settings": settings, "images": [], "left_out": {}})
-            return
+            found = f"is not empty ({printable(first.relative_to(path).parts[0])}) and was not made by this script"
+            raise UserError(f"--output {path}: {found}; name a new folder")
         try:
             self.manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            before, _ = dict(self.manifest["settings"]), list(self.manifest["images"])
+            before, _ = dict(self.manifest["settings"]), [image["file"] for image in self.manifest["images"]]
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(f"--output {path}: {MANIFEST} cannot be read ({error}); name a new folder") from error
         differing = [name for name in settings if before.get(name) != settings[name]]
@@ -143,6 +145,7 @@ class PreparedFolder:
 
     def write_images(self, targets: list[Target], num_workers: int) -> list[Outcome]:
         """Write what is not there yet, each file whole or not at all."""
+        self._save_manifest(self.manifest)
         for folder in sorted({self.path / target.folder / os.path.dirname(target.stem) for target in targets}):
             folder.mkdir(parents=True, exist_ok=True)
             for unfinished in folder.glob(".*.tmp"):  # of a process that was killed

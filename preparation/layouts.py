@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.errors import UserError
+from common.files import portable, printable
 from image_data.annotations import ANIMALS10, CAPTION_COLUMNS, LABEL_COLUMNS
-from preparation.photo_files import Folder, find_files, portable, printable
+from preparation.photo_files import Folder, find_files
 
 SPLITS = {
     **dict.fromkeys(("train", "training", "train_data"), "train"),
@@ -55,7 +56,8 @@ class Collection:
         known = sorted({photo.label for photo in self.photos if photo.label is not None})
         for name in classes:
             if name not in known:
-                raise UserError(f"--classes {name}: there is no such class; there are: {', '.join(known) or 'none'}")
+                there = f"there are: {', '.join(known)}" if known else "these photos have no classes"
+                raise UserError(f"--classes {name}: there is no such class; {there}")
         return replace(self, photos=[photo for photo in self.photos if not classes or photo.label in classes])
 
 

@@ -2,18 +2,12 @@
 
 import os
 import stat
-import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.files import LOCK_FILE
-from image_data.decode import UndecodableImage, errors_as_undecodable
+from common.files import LOCK_FILE, portable
+from image_data.decode import IMAGE_SUFFIXES, UndecodableImage, errors_as_undecodable
 
-# What is meant to be an image by its name. Some of these Pillow cannot read; they are then named, not passed over.
-IMAGE_SUFFIXES = frozenset(
-    ".jpg .jpeg .jpe .jfif .png .apng .gif .bmp .dib .tif .tiff .webp .ppm .pgm .pbm .pnm .tga .jp2 .avif .heic .heif"
-    .split()
-)  # fmt: skip
 HIDDEN = (".", "__")  # what systems and archivers leave behind: .DS_Store, ._photo.jpg, __MACOSX
 LARGEST_FILE = 2**30  # no photo; reading it might take all memory
 
@@ -84,17 +78,6 @@ def read_file(path: str) -> bytes:
         if status.st_size == 0:
             raise UndecodableImage("the file is empty")
         return Path(path).read_bytes()
-
-
-def portable(name: str) -> str:
-    """Return a name as it is on every machine: macOS splits accents in two characters, and bytes may be no text."""
-    text = name.encode("utf-8", "surrogatepass").decode("utf-8", "backslashreplace")
-    return unicodedata.normalize("NFC", text)
-
-
-def printable(name: str) -> str:
-    """Return a name on one line of any terminal."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in portable(name))
 
 
 def _identity(path: str | Path) -> tuple[int, int]:

@@ -12,11 +12,12 @@ from matplotlib import get_data_path
 from PIL import Image, ImageDraw, ImageFont
 from scipy.cluster.hierarchy import DisjointSet
 
+from common.files import printable
 from image_data.decode import UndecodableImage, decode_image, inspect_image
 from image_data.sources import spread
 from image_data.workers import process_files
 from preparation.layouts import Collection, Photo
-from preparation.photo_files import printable, read_file
+from preparation.photo_files import read_file
 
 SMALLEST_IMAGE = 8  # for which networks are defined
 

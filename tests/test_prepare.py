@@ -255,11 +255,12 @@ def test_kill_and_signal_a_real_process_with_workers(run, tmp_path):
 def test_what_a_killed_process_left_is_cleared_away(pets, run, tmp_path):
     put(tmp_path / "out/train/cat/.00-12345678.png.4711.tmp", b"half")
     (tmp_path / "out/prepared.json").write_text(json.dumps({"settings": {}, "images": []}))
+    run(pets, tmp_path / "out", "--resolution=8")  # there is no image of whatever that was to be
+    manifest = manifest_of(tmp_path / "out")
+    (tmp_path / "out/prepared.json").write_text(json.dumps(manifest | {"settings": {}, "images": []}))
     with pytest.raises(UserError, match="was prepared with"):
         run(pets, tmp_path / "out", "--resolution=8")
-    (tmp_path / "out/prepared.json").unlink()
-    (tmp_path / "out/train").rename(tmp_path / "aside")
-    run(pets, tmp_path / "out", "--resolution=8")
+    (tmp_path / "out/prepared.json").write_text(json.dumps(manifest))
     put(tmp_path / "out/train/cat/.00-12345678.png.4711.tmp", b"half")
     run(pets, tmp_path / "out", "--resolution=8")
     assert not list((tmp_path / "out").rglob("*.tmp"))
@@ -287,3 +288,51 @@ def test_the_output_may_lie_in_the_source_but_not_around_it(pets, run, tmp_path)
     for output in (pets, pets.parent):
         with pytest.raises(UserError, match="must not be the folder of the photos itself, or one around it"):
             run(pets, output)
+
+
+# After a mistake
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("flags", [["--classes", "bird"], ["--check", "--classes", "bird"]])
+def test_a_mistake_leaves_nothing_behind(pets, run, tmp_path, there, flags):
+    output = tmp_path / "made" / "out"
+    if there:
+        output.mkdir(parents=True)
+    with pytest.raises(UserError, match="--classes bird: there is no such class; there are: cat, dog"):
+        run(pets, output, *flags)
+    assert output.exists() == there
+    assert not list(tmp_path.glob("made/**/*")) or list(tmp_path.glob("made/**/*")) == [output]
+    run(pets, output, "--classes", "cat")
+    assert {image["source"].partition("/")[0] for image in manifest_of(output)["images"]} == {"cat"}
+
+
+def test_a_folder_of_somebody_elses_is_left_as_it_was(pets, run, tmp_path):
+    """A lock would hide the photos in it from the next preparation of what is around it."""
+    before = sorted((pets / "cat").iterdir())
+    with pytest.raises(UserError, match="is not empty .00.png. and was not made by this script; name a new folder"):
+        run(tmp_path / "pets" / "dog", pets / "cat")
+    assert sorted((pets / "cat").iterdir()) == before
+
+
+def test_photos_of_which_none_can_be_used_do_not_block_others(pets, run, tmp_path):
+    put(tmp_path / "bad" / "1.png", b"no picture")
+    with pytest.raises(UserError, match="there is no image that can be used"):
+        run(tmp_path / "bad", tmp_path / "out")
+    run(pets, tmp_path / "out")
+    assert len(manifest_of(tmp_path / "out")["images"]) == 24
+
+
+def test_what_has_been_prepared_outlives_a_mistake(pets, run, tmp_path):
+    run(pets, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    with pytest.raises(UserError, match="was prepared with resolution None and not 8"):
+        run(pets, tmp_path / "out", "--resolution=8")
+    assert contents(tmp_path / "out") == before
+    assert (tmp_path / "out" / ".lock").exists()
+
+
+def test_classes_of_photos_without_any(run, tmp_path):
+    put(tmp_path / "photos" / "1.png")
+    with pytest.raises(UserError, match="--classes cat: there is no such class; these photos have no classes"):
+        run(tmp_path / "photos", tmp_path / "out", "--classes", "cat")

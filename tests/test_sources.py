@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from image_helpers import GIGABYTE, ROOT, everything, image_folder, image_options, load, photos, png, prepare, write  # noqa: F401
 from PIL import Image
 
-from common.errors import UserError
+from common.errors import UserError, reason_of_hub
 
 # Sources: what can be named
 
@@ -281,8 +282,7 @@ def test_the_hub_out_of_reach(load, monkeypatch):
         load("nobody/nothing")
     message = str(caught.value)
     assert message.startswith("--dataset_name nobody/nothing is neither a local folder (/")
-    assert "nor could it be loaded from the Hub" in message
-    assert message.endswith("HF_HUB_OFFLINE is set)")
+    assert "nor could it be loaded from the Hub (the Hub was not asked, as HF_HUB_OFFLINE is set" in message
 
 
 def test_too_few_samples(load):
@@ -330,3 +330,55 @@ def test_fingerprints_of_saved_sets_follow_the_content(load, tmp_path):
         dataset.save_to_disk(str(tmp_path / "set"))
         fingerprints.add(load(str(tmp_path / "set")).fingerprint)
     assert len(fingerprints) == 2
+
+
+# Names that lead nowhere, or that only one system reads
+
+
+def test_links_that_lead_to_themselves(load, tmp_path):
+    (tmp_path / "self").symlink_to("self")
+    for options in ({"train_data_dir": str(tmp_path / "self")}, {"dataset_name": str(tmp_path / "self")}):
+        with pytest.raises(
+            UserError, match=f"{tmp_path}/self: (is a link that leads to itself|there is no such folder)"
+        ):
+            load(**options)
+    folder = image_folder(tmp_path / "photos")
+    for name in ("class0/loop.png", "loop", "loop.png"):
+        (folder / name).symlink_to(Path(name).name)
+    source = load(train_data_dir=str(folder))
+    assert len(source) == 12
+    (folder / "around").symlink_to(folder)
+    assert len(load(train_data_dir=str(folder))) == 12
+
+
+def test_a_name_that_is_not_utf8(load, tmp_path):
+    folder = image_folder(tmp_path / "photos")
+    os.rename(folder / "class0/000.png", os.fsencode(folder) + b"/class0/caf\xe9.png")
+    for options in ({"train_data_dir": str(folder)}, {"dataset_name": str(folder)}):
+        with pytest.raises(UserError) as caught:
+            load(**options)
+        assert "class0/caf\\xe9.png is not UTF-8; rename it, or let prepare_data.py make a folder" in str(caught.value)
+
+
+def test_kinds_of_images_that_are_not_read_are_named(load, tmp_path, caplog):
+    folder = image_folder(tmp_path / "photos")
+    for number in range(6):
+        write(folder / f"class0/IMG_{number}.HEIC", b"a photo of a telephone")
+    write(folder / "class0/notes.txt", b"not an image")
+    assert len(load(train_data_dir=str(folder))) == 12
+    assert "6 file(s) are left out, as images of their kind cannot be read: " in caplog.text
+    assert "class0/IMG_0.HEIC, " in caplog.text
+    assert "class0/IMG_4.HEIC, ..." in caplog.text
+    assert "notes.txt" not in caplog.text
+
+
+def test_why_the_hub_has_it_not(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert reason_of_hub(OSError("any")) == (
+        "the Hub was not asked, as HF_HUB_OFFLINE is set, and no copy of it is on this machine"
+    )
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    unreachable = RuntimeError("outer")
+    unreachable.__cause__ = ConnectionError("[Errno -2] Name or service not known")
+    assert reason_of_hub(unreachable).startswith("the Hub cannot be reached from here, and no copy of it is on this")
+    assert reason_of_hub(ValueError("404: no such repository")) == "ValueError: 404: no such repository"

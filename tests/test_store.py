@@ -16,6 +16,7 @@ from image_helpers import GIGABYTE, ROOT, everything, image_folder, image_option
 from PIL import Image
 
 from common.errors import UserError
+from common.files import save_safetensors
 from image_data import store
 from image_data.store import InMemoryImages, StreamedImages, load_training_images
 
@@ -102,16 +103,49 @@ def test_a_changed_file_is_decoded_anew(load, prepare, tmp_path):
     assert (before != after).flatten(1).any(1).tolist() == [True] + [False] * 11
 
 
-def test_a_damaged_cache_is_made_anew(photos, prepare, tmp_path):
-    before = everything(prepare(photos)).clone()
+def flip(path, position):
+    """Damage as a disk does it: one bit, and neither the size nor the time of the file tell."""
+    with path.open("r+b") as file:
+        file.seek(position)
+        (byte,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("memory", [0, GIGABYTE])
+def test_a_damaged_cache_is_made_anew(photos, prepare, tmp_path, memory, caplog):
+    before = everything(prepare(photos, memory_limit_bytes=memory)).clone()
     (folder,) = (tmp_path / "prepared").iterdir()
-    for damage in (
-        lambda: os.truncate(folder / "pixels", 100),
-        lambda: os.truncate(folder / "index.safetensors", 20),
-        lambda: (folder / "pixels").unlink(),
-    ):
+    pixels, index = folder / "pixels", folder / "index.safetensors"
+    damages = [
+        lambda: os.truncate(index, 20),
+        lambda: flip(index, index.stat().st_size - 5),  # in the rows, the places or the sizes
+        lambda: flip(index, 20),  # in the header
+        lambda: index.write_bytes(b""),
+        lambda: save_safetensors({"kept": torch.zeros(1)}, index, {"skipped": "none"}),
+        pixels.unlink,
+    ]
+    if memory:
+        damages += [lambda: os.truncate(pixels, 100), lambda: flip(pixels, 100)]
+    for damage in damages:
         damage()
-        assert torch.equal(everything(prepare(photos)), before)
+        caplog.clear()
+        assert torch.equal(everything(prepare(photos, memory_limit_bytes=memory)), before)
+        assert f"{folder}: the decoded images are not what was written there, and are made again" in caplog.text
+    caplog.clear()
+    prepare(photos, memory_limit_bytes=memory)
+    assert caplog.text.count("made again") == 0
+
+
+def test_images_that_are_enlarged_are_said(load, prepare, tmp_path, caplog):
+    folder = image_folder(tmp_path / "photos")
+    prepare(load(train_data_dir=str(folder)))
+    assert "enlarged" not in caplog.text
+    write(folder / "class0/dot.png", png(0, 1, 1))
+    write(folder / "class0/small.png", png(0, 9, 7))
+    prepare(load(train_data_dir=str(folder)))
+    dot = folder / "class0/dot.png"
+    assert f"2 of 14 images are enlarged, as a side is below 8 pixels; that of {dot} is 1" in caplog.text
 
 
 @pytest.fixture

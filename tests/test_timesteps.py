@@ -17,7 +17,7 @@ from common.randomness import generator_for
 from run_folder.config import TimestepOptions, TrainingConfig, parse_config
 from schedulers.betas import BETA_SCHEDULES
 from schedulers.ddpm import build_scheduler
-from schedulers.loss import TIMESTEP_SAMPLERS, build_sampler, build_weighting
+from schedulers.loss import TIMESTEP_SAMPLERS, build_sampler, build_weighting, parse_own_options
 from schedulers.timestep_samplers import LogSNRBins, TimestepSampler
 from schedulers.weighting import LOSS_WEIGHTINGS
 from training.setup import build_process
@@ -452,6 +452,64 @@ def test_a_file_without_the_class_is_one_line(text, message, tmp_path):
     with pytest.raises(UserError) as caught:
         build_sampler(vars(TrainingConfig(timestep_sampler=f"{path}:Mine")), LINEAR)
     assert message in str(caught.value)
+
+
+UNUSABLE = {
+    "self.set_density(torch.ones(7))": "a density must be 1000 numbers",
+    "self.set_density(torch.arange(1000.) - 1)": "a density must be 1000 numbers, one for each timestep, none below 0",
+    "self.set_density(torch.full((1000,), torch.nan))": "a density must be 1000 numbers",
+    "self.set_density(torch.zeros(1000))": "and not all 0",
+    "self.objective = 'unheard of'": "its objective is 'unheard of'; it must be 'same' or 'changed'",
+    "self.describe = lambda: torch.ones(1000)": "describe() must return the probability of each of the 1000",
+    "self.draw = lambda n, g: torch.zeros(n + 1, dtype=torch.int64)": "draws [129] timesteps of torch.int64 where",
+    "self.draw = lambda n, g: torch.full((n,), 5000)": "draws t from 5000 to 5000; they must be from 0 to 999",
+    "self.draw = lambda n, g: torch.full((n,), -3)": "draws t from -3 to -3",
+    "self.draw = lambda n, g: torch.rand(n) * 999": "draws [128] timesteps of torch.float32 where [128] of torch.int64",
+    "self.draw = lambda n, g: 5": "AttributeError: 'int' object has no attribute 'shape'",
+    "self.nothing": "AttributeError: 'Mine' object has no attribute 'nothing'",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), UNUSABLE.items())
+def test_a_sampler_of_ones_own_is_asked_before_the_data_is_read(line, message, train, tmp_path, monkeypatch):
+    """Whatever it would do to the first step or the thousandth is one line, when there is nothing yet to lose."""
+    path = tmp_path / "file.py"
+    path.write_text(
+        "import torch\nfrom schedulers.timestep_samplers import TimestepSampler\nclass Mine(TimestepSampler):\n"
+        f"    def __init__(self, alphas_cumprod):\n        super().__init__(alphas_cumprod)\n        {line}\n"
+    )
+    monkeypatch.setattr("image_data.sources.open_source", lambda *options: pytest.fail("the data are read"))
+    with pytest.raises(UserError) as caught:
+        train(tmp_path / "run", f"--timestep_sampler={path}:Mine")
+    assert str(caught.value).startswith(f"--timestep_sampler {path}:Mine: ")
+    assert message in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sampler_that_looks_at_images_is_asked_too(tmp_path):
+    path = tmp_path / "file.py"
+    path.write_text(
+        "import torch\nfrom schedulers.timestep_samplers import TimestepSampler\nclass Mine(TimestepSampler):\n"
+        "    def sample_for(self, images, positions, batch_size, generator):\n"
+        "        assert images.shape == (128, 3, 32, 32)\n"
+        "        return torch.zeros(len(images), dtype=torch.int64), torch.full((len(images),), -1.0)\n"
+    )
+    with pytest.raises(UserError, match="must give each of the 128 losses of a batch a weight, finite and not below 0"):
+        build_sampler(vars(TrainingConfig(timestep_sampler=f"{path}:Mine")), LINEAR)
+    path.write_text(path.read_text().replace("-1.0", "1.0"))
+    assert build_sampler(vars(TrainingConfig(timestep_sampler=f"{path}:Mine")), LINEAR).overrides("sample_for")
+
+
+def test_a_constructor_without_arguments_is_one_line(tmp_path):
+    path = tmp_path / "file.py"
+    path.write_text(
+        "from schedulers.timestep_samplers import TimestepSampler\nclass Mine(TimestepSampler):\n"
+        "    def __init__(self): pass\n"
+    )
+    with pytest.raises(UserError, match=r"Mine: Mine.__init__\(\) takes 1 positional argument"):
+        build_sampler(vars(TrainingConfig(timestep_sampler=f"{path}:Mine")), LINEAR)
+    with pytest.raises(UserError, match=r"--timestep_sampler_options width=\[: cannot be read as YAML"):
+        parse_own_options(["width=["])
 
 
 def test_the_banner_says_what_is_never_drawn(train, tmp_path, capsys):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from common.errors import UserError, reason_of
 from common.plots import drawing, single_panel
 from run_folder.checkpoints import checkpoints, step_of
-from run_folder.config import TrainingConfig
+from run_folder.config import TrainingConfig, check_timestep_sampler, is_own_sampler
 from run_folder.folder import QUARTERS, RunFolder
 from schedulers.ddpm import build_scheduler
 from schedulers.loss import build_sampler, sampler_state
@@ -28,8 +28,11 @@ MOST_DENSITY = 32.0  # as a multiple of uniform: beyond it and its inverse colou
 NOTHING = "#CCCCCC"
 
 
-def read_run(path: Path) -> tuple[TrainingConfig, list[dict]]:
-    """Read the configuration and the metrics of a run; raise if it cannot be drawn."""
+def read_run(path: Path, own_sampler: str | None = None) -> tuple[TrainingConfig, list[dict]]:
+    """Read the configuration and the metrics of a run; raise if it cannot be drawn.
+
+    A run is data: if it was trained with a sampler in a file of the user's, that is run as `own_sampler` or not at all.
+    """
     run = RunFolder(path)
     if not path.is_dir():
         raise UserError(f"--run_dir {path}: there is no such folder")
@@ -39,6 +42,16 @@ def read_run(path: Path) -> tuple[TrainingConfig, list[dict]]:
         config = run.read_config()
     except UserError as error:
         raise UserError(f"--run_dir {path}: config.yaml in it is not what a training wrote there") from error
+    if own_sampler is not None:
+        if not (is_own_sampler(own_sampler) and is_own_sampler(config.timestep_sampler)):
+            raise UserError(f"--timestep_sampler {own_sampler}: {path} was trained with {config.timestep_sampler}")
+        config.timestep_sampler = own_sampler
+        check_timestep_sampler(config)
+    elif is_own_sampler(config.timestep_sampler):
+        raise UserError(
+            f"--run_dir {path}: was trained with code, {config.timestep_sampler}, which is only run if you name it: if "
+            f"you trust that file, add --timestep_sampler {config.timestep_sampler}"
+        )
     metrics = run.read_metrics()
     if not metrics:
         file = run.metrics_file.name
