@@ -5,6 +5,7 @@ The defaults are the paper's (Ho et al. 2020, CIFAR-10), the names are those of 
 
 import difflib
 import importlib.util
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -219,7 +220,9 @@ class OutputOptions:
     output_dir: str = option(
         "runs/ddpm", "The run: configuration, metrics, samples, checkpoints, final pipeline.", saved=False
     )
-    overwrite_output_dir: bool = option(False, "Delete a run that is already there.", saved=False)
+    overwrite_output_dir: bool = option(
+        False, "Delete a run that is already there; when torchrun or SLURM starts the job again, it goes on.", saved=False
+    )
     resume_from_checkpoint: str = option(
         "latest",
         "A checkpoint folder, 'latest' of this run if it has one, or 'none' to start anew.",
@@ -303,6 +306,8 @@ def parse(kind: type[Options], arguments: list[str], digits: Path) -> Options:
             raise UserError(f"{name} is an option of train_conditional.py{f' (in {named})' if named else ''}")
     description = f"The defaults are the paper's. Without data and without a file, configs/{digits.name} is used."
     config = parse_options(kind, arguments, description=description, from_file=from_file)
+    if any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")):
+        config.overwrite_output_dir = False  # it was done when the job was started for the first time
     validate(config)
     return config
 

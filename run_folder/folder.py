@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,8 +17,8 @@ import yaml
 from common.errors import UserError, user_errors
 from common.files import LOCK_FILE, first_existing, lock, replace_folder, write_atomically
 from common.interruption import fault_point
-from run_folder.checkpoints import CONDITION_FILE, PREFIX, find_checkpoint
-from run_folder.config import ConditionalConfig, TrainingConfig
+from run_folder.checkpoints import CONDITION_FILE, PREFIX, SAVED, WEIGHTS, changed_settings, find_checkpoint
+from run_folder.config import ConditionalConfig, TrainingConfig, settings_of
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -38,6 +39,8 @@ NOT_PUSHED = (
     *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in PIPELINE_FOLDERS)),
     *("evaluation_results.json", "evaluation_per_class.csv"),
 )
+PIPELINE_STEP = "_step"  # in the pipeline's index, where diffusers passes over names that begin so
+ROUNDING = 0.001  # seconds, of the training time in a line of metrics
 QUARTERS = 4  # of the timesteps, whose losses a line of metrics tells apart: loss_q0 to loss_q3
 
 
@@ -60,7 +63,18 @@ class RunFolder:
         return self.samples / f"step-{step}.png"
 
     def newest_grid(self) -> Path | None:
-        return max(self.samples.glob("step-*.png"), key=lambda path: int(path.stem.removeprefix("step-")), default=None)
+        steps = [path.stem.removeprefix("step-") for path in self.samples.glob("step-*.png")]
+        return self.grid_file(max(found)) if (found := [int(step) for step in steps if step.isdecimal()]) else None
+
+    def pipeline_step(self) -> int | None:
+        """Return the step whose weights the pipeline holds, if there is one that a run wrote."""
+        if not (self.network_folder / WEIGHTS).is_file():
+            return None
+        try:
+            step = json.loads(self.pipeline_file.read_text(encoding="utf-8"))[PIPELINE_STEP]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return step if isinstance(step, int) else None
 
     @property
     def is_run(self) -> bool:
@@ -101,14 +115,14 @@ class RunFolder:
         shutil.copyfile(PIPELINE_CODE, self.path / PIPELINE_CODE.name)
         write_atomically(self.condition_file, text)  # last: where it is, the rest is
 
-    def write_pipeline(self, pipeline: DiffusionPipeline, entries: dict[str, object]) -> None:
-        """Make this folder the pipeline, with these entries in its index besides its own."""
+    def write_pipeline(self, pipeline: DiffusionPipeline, step: int, entries: dict[str, object]) -> None:
+        """Make this folder the pipeline of a step, with these entries in its index besides its own."""
         aside = self.path / ".pipeline.tmp"
         try:
             shutil.rmtree(aside, ignore_errors=True)
             pipeline.save_pretrained(aside, safe_serialization=True)
             index = aside / PIPELINE
-            entries = json.loads(index.read_text(encoding="utf-8")) | entries
+            entries = json.loads(index.read_text(encoding="utf-8")) | entries | {PIPELINE_STEP: step}
             index.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
             for part in ("unet", "scheduler"):
                 replace_folder(aside / part, self.path / part)
@@ -119,15 +133,12 @@ class RunFolder:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Read a file of JSON lines; one that is being written while this reads is left out."""
+    """Read a file of JSON lines; one that is damaged, or being written while this reads, is left out."""
     lines = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                break
-    return lines
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with suppress(ValueError):
+            lines.append(json.loads(line))
+    return [line for line in lines if isinstance(line, dict)]
 
 
 def check_disk(config: TrainingConfig, num_parameters: int) -> None:
@@ -191,6 +202,8 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
             checkpoint = find_checkpoint(config)
             if config.overwrite_output_dir and path.exists():
                 remove_run(config)
+            elif checkpoint is None or checkpoint.resolve().parent != path.resolve():
+                check_nothing_is_trained_over(config)
             path.mkdir(parents=True, exist_ok=True)
             lock(path)
             for unfinished in RunFolder(path).samples.glob(".*.tmp"):  # of a process that was killed
@@ -201,6 +214,39 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(f"{checkpoint}: not to be seen from process {processes.index}; the processes must share it")
     return checkpoint
+
+
+def check_nothing_is_trained_over(config: TrainingConfig) -> None:
+    """Raise if a run without a checkpoint is there, unless it is this one, killed before it had saved any."""
+    run = RunFolder(config.output_dir)
+    left = [path for path in (run.pipeline_file, run.network_folder, run.card_file) if path.exists()]
+    left = [path.name for path in [*sorted(run.path.glob(f"{PREFIX}*")), *left]]
+    if lines := run.read_metrics():
+        had_checkpoint = (run.path / SAVED).exists() or not run.config_file.exists()
+        changed = [] if had_checkpoint else changed_settings(settings_of(run.read_config()), settings_of(config))
+        if left or had_checkpoint or changed:
+            other = f" of a run with other settings ({'; '.join(changed)})" if changed else ""
+            left.append(f"{METRICS} up to step {lines[-1].get('step')}{other}")
+    if left:
+        raise UserError(
+            f"--output_dir {run.path} holds {', '.join(left)}, but no valid checkpoint to go on from to step "
+            f"{config.max_train_steps}: put one there, choose another folder, or start anew with "
+            f"--overwrite_output_dir, which deletes the run"
+        )
+
+
+def completed_step(config: TrainingConfig) -> int | None:
+    """Return the step of a run that is complete, as its pipeline says, and whose checkpoints have been deleted."""
+    run, limit = RunFolder(config.output_dir), config.max_train_seconds
+    step, starts_anew = run.pipeline_step(), config.overwrite_output_dir or config.resume_from_checkpoint != "latest"
+    if step is None or starts_anew or not run.is_run or any(run.path.glob(f"{PREFIX}*")):
+        return None
+    seconds = [line["train_seconds"] for line in run.read_metrics() if line.get("step") == step]
+    is_over = step >= config.max_train_steps or (limit is not None and max(seconds, default=0) + ROUNDING >= limit)
+    if not is_over or changed_settings(settings_of(run.read_config()), settings_of(config)):
+        return None
+    logger.info("%s has no checkpoint any more, and needs none", run.path)
+    return step
 
 
 def remove_run(config: TrainingConfig) -> None:

@@ -26,7 +26,7 @@ def finished_run(tmp_path_factory, tiny_flags):
 
 
 def test_what_a_run_writes(finished_run):
-    top = {path.name for path in finished_run.iterdir()} - {".lock"}
+    top = {path.name for path in finished_run.iterdir()} - {".lock", ".checkpoint-saved"}
     assert top == {
         "config.yaml", "metrics.jsonl", "timesteps.jsonl", "logs", "samples", "unet", "scheduler", "model_index.json",
         "README.md", "checkpoint-4", "checkpoint-8", "checkpoint-12",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -26,7 +27,7 @@ from run_folder.config import (
     settings_of,
     with_resolved,
 )
-from run_folder.folder import RunFolder, check_disk, check_output_dir, open_run
+from run_folder.folder import RunFolder, check_disk, check_output_dir, completed_step, open_run
 from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from schedulers.loss import DiffusionLoss, build_loss
@@ -172,8 +173,13 @@ def execute(run: Run) -> None:
     announce(run)
     if run.config.dry_run:
         return
-    with stops_deferred(), opened(run):  # from here on, to be stopped means to save first
-        train(run)
+    completed = run.processes.broadcast(completed_step(run.config) if run.processes.is_main else None)
+    if completed is not None:
+        run.state.step = completed
+        log_end(run)
+    else:
+        with stops_deferred(), opened(run):  # from here on, to be stopped means to save first
+            train(run)
 
     # The card, and the Hub if asked, which the other processes need not wait for.
     run.processes.finish()
@@ -187,7 +193,8 @@ def opened(run: Run) -> Iterator[None]:
     config, processes, state = run.config, run.processes, run.state
     checkpoint = open_run(config, processes)
     if checkpoint is not None:
-        load_checkpoint(state, checkpoint, same_run=config.resume_from_checkpoint == "latest")
+        is_named = checkpoint.name == Path(config.resume_from_checkpoint).name
+        load_checkpoint(state, checkpoint, same_run=not is_named)
     if processes.is_main:
         folder = RunFolder(config.output_dir)
         write_atomically(folder.config_file, as_yaml(config))
