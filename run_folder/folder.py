@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ import yaml
 from common.errors import UserError, user_errors
 from common.files import LOCK_FILE, first_existing, lock, replace_folder, write_atomically
 from common.interruption import fault_point
+from common.options import UniqueKeyLoader, facts_of, flags_of, read_options
 from run_folder.checkpoints import CONDITION_FILE, PREFIX, SAVED, WEIGHTS, changed_settings, find_checkpoint
 from run_folder.config import ConditionalConfig, TrainingConfig, settings_of
 
@@ -83,14 +83,16 @@ class RunFolder:
     def read_config(self) -> TrainingConfig:
         """Read the options of the run, a `ConditionalConfig` if train_conditional.py wrote them."""
         try:
-            values = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+            values = yaml.load(self.config_file.read_text(encoding="utf-8"), UniqueKeyLoader)
             kind = ConditionalConfig if "condition" in values else TrainingConfig
-            known = {entry.name for entry in fields(kind)}
-            return kind(**{name: value for name, value in values.items() if name in known})
+            known = facts_of(kind)
+            from_file = {name: flags_of(name, value, kind) for name, value in values.items() if name in known}
+            return read_options(kind, from_file)
         except OSError as error:
             raise UserError(f"{self.path} is not a run: {CONFIG} cannot be read ({error.strerror})") from error
-        except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError) as error:
-            raise UserError(f"{self.config_file} is not what a training wrote there") from error
+        except (yaml.YAMLError, ValueError, AttributeError, TypeError, UserError) as error:
+            reason = f" ({error})" if isinstance(error, UserError) else ""
+            raise UserError(f"{self.config_file} is not what a training wrote there{reason}") from error
 
     def read_metrics(self) -> list[dict]:
         return read_lines(self.metrics_file)
@@ -172,6 +174,12 @@ def check_output_dir(config: TrainingConfig) -> None:
         raise UserError(f"--output_dir {path}: no permission to write in {existing}")
     if existing != path:
         return
+    for name in (SAMPLES, *PIPELINE_FOLDERS, config.logging_dir):
+        if first_existing(path / name).is_file():
+            raise UserError(f"--output_dir {path}: {first_existing(path / name)} is a file where a run has a folder")
+    for name in (CONFIG, METRICS, PIPELINE, CARD, LOCK_FILE):
+        if (path / name).is_dir():
+            raise UserError(f"--output_dir {path}: {path / name} is a folder where a run has a file")
     if not RunFolder(path).is_run:
         if foreign := sorted(entry.name for entry in path.iterdir() if not is_of_a_run(entry.name, config)):
             listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")

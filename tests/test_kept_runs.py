@@ -91,7 +91,7 @@ def test_damaged_checkpoints_alone_are_left_as_they_are(run, train):
         (folder / "state.json").write_text("{}")
     before = contents(run)
     for _ in range(2):  # as a job that is queued again does
-        with pytest.raises(UserError, match="checkpoint-4: state.json is not .*; checkpoint-2: .*--overwrite_output_dir"):
+        with pytest.raises(UserError, match="checkpoint-4: state.json is not .*; checkpoint-2: .*--overwrite"):
             train(run, *FLAGS)
     assert contents(run) == before
     train(run, *FLAGS, "--overwrite_output_dir", "--max_train_steps=1")

@@ -12,6 +12,7 @@ import torch
 
 from common.files import write_atomically
 from common.interruption import stop_requested, stops_deferred
+from common.machine import fits_in_memory
 from common.processes import Processes
 from common.randomness import generator_for
 from conditions.condition import Condition
@@ -134,7 +135,8 @@ def check_before_work(config: TrainingConfig, processes: Processes) -> None:
     resolve_batch_sizes(config, processes.count)
     check_output_dir(config)
     check_network(config)
-    check_push(config)
+    if processes.is_main:
+        check_push(config)
     build_loss(vars(config), build_process(config))
 
 
@@ -201,7 +203,12 @@ def opened(run: Run) -> Iterator[None]:
         folder.write_condition(run.condition)
     run.over_at_start = run.is_over()
     run.network = processes.accelerator.prepare(state.unet)
-    with closing(Tracking(run)) as run.tracking, processes.reporting_dead_peers():
+    advice = (
+        f"--train_batch_size {run.sizes.per_device}: a step of so many images, or a grid of --eval_batch_size "
+        f"{config.eval_batch_size}, does not fit in the memory of {processes.device}; lower them, with "
+        f"--total_batch_size {run.sizes.total} to keep the batch by accumulation"
+    )
+    with closing(Tracking(run)) as run.tracking, processes.reporting_dead_peers(), fits_in_memory(advice):
         run.milestones = Milestones(run, CheckpointWriter(config, checkpoint))
         yield
     log_end(run)
