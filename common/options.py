@@ -161,6 +161,8 @@ def _checked(name: str, value: object, facts: Facts) -> object:
     if isinstance(value, str):
         if "\0" in value:
             raise UserError(f"--{name}: the character NUL is in it")
+        if any("\ud800" <= letter <= "\udfff" for letter in value):  # as Python has what it cannot read
+            raise UserError(f"--{name}: is not in UTF-8; if its name is, set a locale that has it, LC_ALL=C.UTF-8")
         return os.path.expanduser(value) if re.match(r"~[^\s/]*(/|$)", value) else value
     if isinstance(value, int | float) and not isinstance(value, bool):
         for must_be in (FINITE if isinstance(value, float) else STORABLE, facts.must_be):

@@ -134,6 +134,11 @@ def test_the_file_is_blamed_for_what_is_in_it(tmp_path, text, flags, message):
     assert "secret" not in str(caught.value)
 
 
+def test_a_name_that_cannot_be_read_is_said():
+    with pytest.raises(UserError, match="--output_dir: is not in UTF-8"):
+        parse_config(["--output_dir=\udcd0\udcb3"])  # under LC_ALL=C PYTHONUTF8=0
+
+
 def test_a_flag_corrects_the_file(tmp_path):
     (tmp_path / "c.yaml").write_text("dataset_name: digits\nlearning_rate: nan\n")
     assert parse_config([f"--config={tmp_path / 'c.yaml'}", "--learning_rate=1"]).learning_rate == 1

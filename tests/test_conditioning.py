@@ -310,7 +310,7 @@ def test_the_condition_is_learnt(kind, network, inputs_of, tiny_flags, text_flag
 
 
 def test_two_processes_make_the_same_run(text_flags, train_conditional, tmp_path):
-    flags = [*text_flags, "--max_train_steps=4", "--save_images_steps=100", "--dropout=0", "--total_batch_size=16"]
+    flags = [*text_flags, "--max_train_steps=4", "--save_images_steps=100", "--total_batch_size=16"]
     flags = [flag for flag in flags if not flag.startswith("--train_batch_size")]
     network = json.loads(Path(text_flags[-1].partition("=")[2], "config.json").read_text())
     (tmp_path / "network").mkdir()

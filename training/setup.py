@@ -175,11 +175,7 @@ def execute(run: Run) -> None:
     announce(run)
     if run.config.dry_run:
         return
-    completed = run.processes.broadcast(completed_step(run.config) if run.processes.is_main else None)
-    if completed is not None:
-        run.state.step = completed
-        log_end(run)
-    else:
+    if not was_completed(run):
         with stops_deferred(), opened(run):  # from here on, to be stopped means to save first
             train(run)
 
@@ -187,6 +183,15 @@ def execute(run: Run) -> None:
     run.processes.finish()
     if run.processes.is_main:
         publish(run.config, run.state)
+
+
+def was_completed(run: Run) -> bool:
+    """Tell whether the run in the folder has come to its end, and say so, where no checkpoint is left to show it."""
+    step = run.processes.broadcast(completed_step(run.config) if run.processes.is_main else None)
+    if step is not None:
+        run.state.step = step
+        log_end(run)
+    return step is not None
 
 
 @contextmanager
