@@ -13,33 +13,33 @@ from typing import get_args, get_type_hints
 
 from common.errors import UserError, run_script
 from common.files import first_existing
-from common.options import NOT_NEGATIVE, POSITIVE, Range, option, parse_options, section
+from common.options import LARGEST_INT, RESOLUTION, from_to, option, parse_options, section
 from run_folder.config import DiffusionOptions
 
 
 @section("pictures")
 class PictureOptions:
-    schedules: list[str] = option(["linear", "cosine"], "Beta schedules to compare, by any name that training knows.")
-    ddpm_num_steps: int = option(
-        1000, "T, the number of diffusion steps.", Range("2 or greater", lambda steps: steps >= 2)
+    schedules: list[str] = option(
+        ["linear", "cosine"], "Beta schedules to compare, by any name that training knows.", not_with="run_dir"
     )
+    ddpm_num_steps: int = option(1000, "T, the number of diffusion steps.", from_to(2, 1_000_000), not_with="run_dir")
     run_dir: str | None = option(None, "Draw this run instead: its densities and losses over t, log-SNR and time.")
     timestep_sampler: str | None = option(
         None, "With --run_dir: the file and class of a timestep sampler of your own that the run was trained with."
     )
     output_dir: str | None = option(None, "Where the pictures go (default: figures, of the run if there is one).")
-    seed: int = option(0, "All noise is a function of this.", NOT_NEGATIVE)
+    seed: int = option(0, "All noise is a function of this.", from_to(0, LARGEST_INT), not_with="run_dir")
 
 
-@section("images to dissolve")
+@section("images to dissolve", not_with="run_dir")
 class DissolvingOptions:
     dataset_name: str | None = option(None, "Hub id or local folder, or 'digits' (the default when no data is named).")
     dataset_config_name: str | None = option(None, "Configuration of the data set, if it has several.")
     train_data_dir: str | None = option(None, "Folder of images, instead of dataset_name.")
     image_column: str | None = option(None, "Column with the images; found by itself if there is only one.")
     cache_dir: str | None = option(None, "Folder for downloaded data (default: that of datasets).")
-    num_images: int = option(4, "Images, evenly spread over the data set.", POSITIVE)
-    resolution: int = option(32, "Size of the images; others are resized and cropped at the centre.", POSITIVE)
+    num_images: int = option(4, "Images, evenly spread over the data set.", from_to(1, 1024))
+    resolution: int = option(32, "Size of the images; others are resized and cropped at the centre.", RESOLUTION)
 
     @property
     def max_train_samples(self) -> int:

@@ -1,9 +1,14 @@
-"""Mistakes of the user: one line on the terminal and an exit code, never a traceback."""
+"""How a script starts and ends: whatever goes wrong is one line on the terminal and an exit code, not a traceback."""
 
+import errno
+import io
 import os
+import re
 import socket
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +17,9 @@ from common.interruption import EXIT_INTERRUPTED, Interrupted, catch_signals, re
 
 # Seconds by which a process may meet a mistake before the one that says it; starting up takes long on a busy machine.
 LONGEST_HEAD_START = 10
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")  # of the Hub
 
 
 class UserError(Exception):
@@ -38,19 +46,26 @@ def user_errors(message: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's `main`; a `UserError` becomes one line and an exit code."""
+    """Run a script's `main`; what goes wrong becomes one line and an exit code, and a traceback if that is asked for.
+
+    EXACT_DDPM_DEBUG=1 in the environment asks for it.
+    """
+    open_streams()
     catch_signals()
+    threading.excepthook = lambda failure: say(f"a thread has ended: {describe(failure.exc_value)}")
     is_local_main = os.environ.get("LOCAL_RANK", "0") == "0"  # one process of each machine is
     try:
         main()
-    except UserError as error:
+    except Exception as error:
+        if os.environ.get("EXACT_DDPM_DEBUG") == "1":
+            print(TOKEN.sub("hf_***", traceback.format_exc()), file=sys.stderr)
         if not is_local_main:
             # Most mistakes are every process's, and the launcher ends the others when the first has said it. One
             # that only this process has met must be said too.
             release_signals()
             time.sleep(LONGEST_HEAD_START)
-        say(f"error: {error}")
-        sys.exit(error.exit_code)
+        say(f"error: {describe(error)}")
+        sys.exit(getattr(error, "exit_code", RunFailed.exit_code))
     except Interrupted as stop:
         if is_local_main:
             say(str(stop))
@@ -59,7 +74,18 @@ def run_script(main: Callable[[], None]) -> None:
 
 def say(message: str) -> None:
     """Print a line on the terminal under the name of the script."""
-    print(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    message = TOKEN.sub("hf_***", " ".join(message.split()))
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
+
+
+def describe(error: BaseException | None) -> str:
+    """Say what went wrong; of what nobody expected also what kind it is and where in this project it came up."""
+    if error is None or isinstance(error, UserError):
+        return str(error)
+    files = [frame for frame in traceback.extract_tb(error.__traceback__) if ROOT in Path(frame.filename).parents]
+    ours = [frame for frame in files if ".venv" not in frame.filename]
+    place = f" in {Path(ours[-1].filename).relative_to(ROOT)}, line {ours[-1].lineno}" if ours else ""
+    return f"{type(error).__name__}{place}: {reason_of(error)} (EXACT_DDPM_DEBUG=1 shows the traceback)"
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -80,3 +106,52 @@ def reason_of_hub(error: BaseException) -> str:
     if isinstance(cause, ConnectionError | TimeoutError | socket.gaierror) or "Connect" in type(cause).__name__:
         return f"the Hub cannot be reached from here, and no copy of it is on this machine: {reason_of(cause)}"
     return f"{type(cause).__name__}: {reason_of(cause)}"
+
+
+class Stream(io.FileIO):
+    """Standard output or error that outlives what it leads to: a closed pipe, a full disk, a terminal that is gone.
+
+    Who has closed a pipe wants no more. What a disk did not take of the output goes to the standard error.
+    """
+
+    def write(self, data: bytes) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if self.fileno() == 1 and error.errno != errno.EPIPE and not _same_file(1, 2):
+                os.dup2(2, 1)
+                say(f"the standard output cannot be written ({error.strerror}); what follows was meant for it")
+            else:
+                _lead_nowhere(self.fileno())
+            return self.write(data)
+
+
+def open_streams() -> None:
+    """Make standard output and error streams that no write to them can fail; open those that are closed."""
+    if sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__:
+        return  # somebody listens, as tests do
+    for number in (0, 2, 1):
+        try:
+            os.fstat(number)
+        except OSError:  # or the next file that is opened would get this number, and all that is printed
+            if number == 1:
+                os.dup2(2, 1)
+            else:
+                _lead_nowhere(number)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        before = getattr(sys, name)
+        encoding = before.encoding if before else "utf-8"
+        by_line = before is None or before.line_buffering or before.write_through
+        buffer = io.BufferedWriter(Stream(number, "wb", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=by_line))
+
+
+def _lead_nowhere(number: int) -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    if nowhere != number:
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+
+
+def _same_file(first: int, second: int) -> bool:
+    return os.path.sameopenfile(first, second)

@@ -1,4 +1,4 @@
-"""Stops that a person (SIGINT) or a scheduler (SIGTERM) asks for.
+"""Stops that a person (SIGINT), a scheduler (SIGTERM) or the loss of a terminal (SIGHUP) asks for.
 
 Before there is anything to save, the process ends at once. Inside `stops_deferred()` the first signal only leaves a
 note, which the program looks at where it can stop cleanly; a second SIGINT ends the process at once.
@@ -15,6 +15,7 @@ from types import FrameType
 
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: start the same command again
 EXIT_KILLED_BY_PERSON = 130
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 # A launcher in the foreground gets a terminal's SIGINT and passes it on, so that one key press arrives twice.
 SAME_KEY_PRESS_SECONDS = 1.0
@@ -30,15 +31,17 @@ class Interrupted(BaseException):
 
 
 def catch_signals() -> None:
-    """Take over SIGTERM and SIGINT."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _handle)
+    """Take over the signals; a SIGHUP that is ignored, as under nohup, stays so."""
+    for number in STOPS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _handle)
 
 
 def release_signals() -> None:
     """Give the signals back: they end the process as they do any other."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
+    for number in STOPS:
+        if signal.getsignal(number) == _handle:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def stop_requested() -> str | None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from common.errors import UserError, reason_of
 
 if TYPE_CHECKING:
     import torch
 
 MOST_WORKERS = 4
+# What torch, cuDNN and cuBLAS say of a device, and torch of a machine, that has no memory left.
+OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
 
 
 def default_num_workers(local_processes: int) -> int:
@@ -43,6 +49,17 @@ def _cgroup_quotas(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Pa
                 if int(quota) > 0:
                     quotas.append(int(quota) / int(period))
     return quotas
+
+
+@contextlib.contextmanager
+def fits_in_memory(advice: str) -> Iterator[None]:
+    """End with advice on what to lower where the memory of the device, or of the machine, does not suffice."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not OUT_OF_MEMORY.search(str(error)):
+            raise
+        raise UserError(f"{advice} ({reason_of(error)})") from error
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

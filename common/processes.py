@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
-from common.errors import RunFailed, UserError
+from common.errors import RunFailed, UserError, reason_of
 from common.machine import usable_cores
 from common.progress import set_up_logging
 
@@ -28,6 +29,7 @@ LOST_CONTACT = re.compile("connection|timed out|timeout|peer|nccl|socket", re.IG
 
 # Long enough for one process per machine to decode a large data set while the others wait.
 PATIENCE = timedelta(hours=2)
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # is there where the driver is loaded
 # A process that has not come to a step for this long is lost. One that has died is noticed at once.
 LOST_AFTER = timedelta(minutes=10)
 ROLL_CALL_SECONDS = 10
@@ -181,10 +183,11 @@ def start_processes(options: ProcessOptions) -> Processes:
     from accelerate.utils import DistributedDataParallelKwargs
 
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
-        _join_again(world_size)
     precision = options.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    check_cuda()
     try:
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
+            _join_again(world_size)
         accelerator = Accelerator(
             # Where there is no GPU, accelerate joins the others only when told to use the CPU; otherwise each
             # process would believe itself alone and all would write the same run.
@@ -198,6 +201,12 @@ def start_processes(options: ProcessOptions) -> Processes:
         )
     except ValueError as error:  # fp16 or bf16 where the device has none, for example
         raise UserError(f"--mixed_precision {precision}: {error}") from error
+    except (dist.DistError, OSError) as error:  # a port in use, a host that is not there
+        meeting = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise UserError(
+            f"the processes cannot meet at {meeting} ({reason_of(error)}); if the port is taken, name another one with "
+            f"torchrun --master_port, accelerate launch --main_process_port, or MASTER_PORT"
+        ) from error
     if precision == "fp16" and accelerator.scaler is None:
         raise UserError(f"--mixed_precision fp16: not available on {accelerator.device.type}; use bf16 or no")
     if accelerator.num_processes != world_size:
@@ -221,6 +230,20 @@ def start_processes(options: ProcessOptions) -> Processes:
     torch.backends.cuda.matmul.allow_tf32 = options.allow_tf32
     torch.backends.cudnn.allow_tf32 = options.allow_tf32
     return processes
+
+
+def check_cuda() -> None:
+    """Raise if there is an NVIDIA driver that torch cannot use: days on the CPU are what nobody meant."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    if torch.accelerator.is_available() or hidden or wants_cpu or not NVIDIA_DRIVER.exists():
+        return
+    built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built for the CPU alone"
+    driver = next(iter(re.findall(r"\d+\.\d[\d.]*", NVIDIA_DRIVER.read_text(errors="replace"))), "?")
+    raise UserError(
+        f"this machine has an NVIDIA driver ({driver}), but torch {torch.__version__}, which {built}, cannot use it: "
+        f"install a torch that fits the driver, or ask for the CPU with CUDA_VISIBLE_DEVICES=''"
+    )
 
 
 def _join_again(world_size: int) -> None:

@@ -7,8 +7,18 @@ from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 from common.errors import UserError
-from common.options import NOT_NEGATIVE, POSITIVE, facts_of, option, parse_options, section
-from generation.generate_options import SamplerOptions
+from common.options import (
+    NOT_NEGATIVE,
+    NUM_WORKERS,
+    POSITIVE,
+    RESOLUTION,
+    facts_of,
+    from_to,
+    option,
+    parse_options,
+    section,
+)
+from generation.generate_options import MOST_IMAGES, SamplerOptions
 from generation.methods import chosen_method
 from run_folder.folder import RunFolder
 
@@ -26,7 +36,10 @@ class ImagesOptions:
     )
     compare: list[str] = option([], "Two or more runs that have been measured: curves in one plot, times to equal FID.")
     num_images: int | None = option(
-        None, "Images to measure (default: all of --generated; 10000 of a run).", POSITIVE, habits="num"
+        None,
+        "Images to measure (default: all of --generated; 10000 of a run).",
+        from_to(FEWEST_IMAGES, MOST_IMAGES),
+        habits="num",
     )
 
 
@@ -54,18 +67,27 @@ class ReferenceOptions:
     dataset_name: str | None = option(
         None, "Real images: Hub id or local folder of a data set, or 'digits'.", habits="data"
     )
-    dataset_config_name: str | None = option(None, "Configuration of the data set, if it has several.")
+    dataset_config_name: str | None = option(
+        None, "Configuration of the data set, if it has several.", only_with="dataset_name"
+    )
     train_data_dir: str | None = option(None, "Real images: folder of images in the layout of training.")
-    split: str = option("train", "Split of the data set.")
-    image_column: str | None = option(None, "Column with the images; found by itself if there is only one.")
+    split: str = option("train", "Split of the data set.", not_with="real statistics")
+    image_column: str | None = option(
+        None, "Column with the images; found by itself if there is only one.", only_with="dataset_name train_data_dir"
+    )
     resolution: int | None = option(
         None,
         "Size that real images are brought to, shorter side and centre crop (default: that of the generated).",
-        POSITIVE,
+        RESOLUTION,
+        not_with="statistics",
     )
-    on_bad_image: Literal["fail", "skip"] = option("fail", "What to do with a real image that cannot be decoded.")
+    on_bad_image: Literal["fail", "skip"] = option(
+        "fail", "What to do with a real image that cannot be decoded.", not_with="statistics"
+    )
     statistics: str | None = option(None, "File of --save_statistics, or an .npz with mu and sigma.")
-    statistics_mode: Mode | None = option(None, "How the images behind an .npz with mu and sigma were resized.")
+    statistics_mode: Mode | None = option(
+        None, "How the images behind an .npz with mu and sigma were resized.", only_with="statistics"
+    )
     save_statistics: str | None = option(None, "Write the real images' statistics to this file (.safetensors).")
 
 
@@ -79,8 +101,11 @@ class FeatureOptions:
         ["legacy_tensorflow"],
         "How Inception is shown the images, clean-fid's modes: legacy_tensorflow (that of papers), clean, "
         "legacy_pytorch. One or several.",
+        only_with="features=inception",
     )
-    inception_weights: str | None = option(None, "inception-2015-12-05.pt or .pth, if it is not found by itself.")
+    inception_weights: str | None = option(
+        None, "inception-2015-12-05.pt or .pth, if it is not found by itself.", only_with="features=inception"
+    )
     feature_batch_size: int = option(32, "Images of a pass of the feature network.", POSITIVE)
     mixed_precision: Literal["no", "bf16"] = option(
         "no", "Precision of all networks; with bf16 the error of the features is logged."
@@ -95,7 +120,7 @@ class OutputOptions:
     )
     cache_dir: str | None = option(None, "Folder for weights, statistics and data (default: ~/.cache/exact-ddpm).")
     dataloader_num_workers: int | None = option(
-        None, "Processes that decode images (default: min(4, usable cores / processes on this machine)).", NOT_NEGATIVE
+        None, "Processes that decode images (default: min(4, usable cores / processes on this machine)).", NUM_WORKERS
     )
 
 
@@ -142,13 +167,12 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError(f"--modes {' '.join(unknown)}: choose from {', '.join(get_args(Mode))}")
     if len(set(options.modes)) < len(options.modes):
         raise UserError(f"--modes {' '.join(options.modes)}: one of them is named twice")
-    if options.num_images is not None and options.num_images < FEWEST_IMAGES:
-        raise UserError(f"--num_images {options.num_images}: must be at least {FEWEST_IMAGES}")
     for name, facts in {**facts_of(RunOptions), **facts_of(SamplerOptions)}.items():
         if getattr(options, name) != facts.default and not options.run_dir:
             raise UserError(f"--{name} goes with --run_dir")
-    if options.compare and options.num_images:
-        raise UserError("--num_images goes with --generated or --run_dir; --compare reads what has been measured")
+    for name, facts in facts_of(EvaluationOptions).items() if options.compare else ():
+        if name not in ("compare", "output_dir") and getattr(options, name) != facts.default:
+            raise UserError(f"--{name} goes with --generated or --run_dir; --compare reads what has been measured")
     if options.run_dir and options.resolution:
         raise UserError("--resolution: the real images are brought to the resolution of the run")
     # Before networks are loaded, which can take a minute.

@@ -12,6 +12,7 @@ import torch
 
 from common.errors import user_errors
 from common.interruption import Interrupted, fault_point, stop_requested
+from common.machine import fits_in_memory
 from common.processes import Processes
 from common.progress import progress_bar
 from conditions.guidance import GenerationCondition
@@ -172,9 +173,7 @@ class RunningNetwork:
 
     def _user_error_if_out_of_memory(self) -> AbstractContextManager[None]:
         flag, device = f"--batch_size {self.settings.batch_size}", self.processes.device
-        return user_errors(
-            f"{flag}: does not fit in the memory of {device}; choose a smaller one", torch.OutOfMemoryError
-        )
+        return fits_in_memory(f"{flag}: does not fit in the memory of {device}; choose a smaller one")
 
 
 def choose_batch_size(job: Job, num_images: int, processes: Processes, settings: InferenceSettings) -> int:

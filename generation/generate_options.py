@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from common.errors import UserError
-from common.options import NOT_NEGATIVE, POSITIVE, UP_TO_ONE, option, parse_options, section
+from common.options import LARGEST_INT, NOT_NEGATIVE, POSITIVE, UP_TO_ONE, from_to, option, parse_options, section
 from generation.methods import SHORT_SAMPLING, chosen_method
 
 DEFAULT_IMAGES = 64
 LARGEST_GATHERED_GRID = 4096
+MOST_IMAGES = 2_000_000  # of one call, whose seeds are all in memory
 # Of a batch size that nobody gave: the smallest, and how many batches are left to share among the processes.
 SMALLEST_BATCH, BATCHES_TO_SHARE = 16, 32
 
@@ -58,9 +59,12 @@ class SamplerOptions:
 
 @section("images")
 class ImageOptions:
-    seeds: str | None = option(None, "One image for each, e.g. 0-49999 or 0,5,7-9.")
+    seeds: str | None = option(None, f"One image for each, e.g. 0-49999 or 0,5,7-9; at most {MOST_IMAGES:,}.")
     num_images: int | None = option(
-        None, f"The seeds 0, 1, ... up to so many images (default: {DEFAULT_IMAGES}).", POSITIVE, habits="n num"
+        None,
+        f"The seeds 0, 1, ... up to so many images (default: {DEFAULT_IMAGES}).",
+        from_to(1, MOST_IMAGES),
+        habits="n num",
     )
 
 
@@ -96,18 +100,31 @@ class OutputOptions:
         False,
         "Delete the images that are in the folder, whatever made them, and start anew.",
         habits="overwrite_output_dir",
+        not_with="interpolate",
     )
     format: Literal["png", "npz", "parquet"] = option(
-        "png", "PNG files, one samples.npz (arr_0, seeds), or a folder for datasets.load_dataset."
+        "png",
+        "PNG files, one samples.npz (arr_0, seeds), or a folder for datasets.load_dataset.",
+        not_with="interpolate",
     )
     gather_grid: bool = option(
-        False, f"All images in grid.png, collected from all processes, instead of the first {DEFAULT_IMAGES}."
+        False,
+        f"All images in grid.png, collected from all processes, instead of the first {DEFAULT_IMAGES}.",
+        not_with="interpolate",
     )
-    progress_gif: bool = option(False, "Also the first 16 images from noise to picture, as progress.gif.")
+    progress_gif: bool = option(
+        False, "Also the first 16 images from noise to picture, as progress.gif.", not_with="interpolate"
+    )
     interpolate: list[int] = option([], "Two seeds: only a row of pictures between them; --ddim unless told otherwise.")
-    nearest: int | None = option(None, "Also so many nearest training images beside each of the first 16.", POSITIVE)
-    dataset_name: str | None = option(None, "Training images for --nearest (default: those of the run).")
-    train_data_dir: str | None = option(None, "Folder of training images for --nearest, instead of dataset_name.")
+    nearest: int | None = option(
+        None, "Also so many nearest training images beside each of the first 16.", POSITIVE, not_with="interpolate"
+    )
+    dataset_name: str | None = option(
+        None, "Training images for --nearest (default: those of the run).", only_with="nearest"
+    )
+    train_data_dir: str | None = option(
+        None, "Folder of training images for --nearest, instead of dataset_name.", only_with="nearest"
+    )
 
 
 @section("speed")
@@ -117,14 +134,17 @@ class SpeedOptions:
         "Images per process and forward pass (default: the largest that pays, measured at the start; "
         f"{SMALLEST_BATCH} for less than {2 * SMALLEST_BATCH * BATCHES_TO_SHARE} images).",
         POSITIVE,
+        not_with="interpolate",
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
         None, "Precision of the network (default: what `accelerate launch` says, else no); noise stays float32."
     )
     allow_tf32: bool = option(False, "Allow TF32 matrix products on GPUs that have them.")
-    compile: bool = option(False, "Compile the network first, which takes up to minutes.")
+    compile: bool = option(False, "Compile the network first, which takes up to minutes.", not_with="interpolate")
     channels_last: Literal["auto", "yes", "no"] = option(
-        "auto", "Keep channels last in memory; auto: on GPUs in mixed precision, whose matrix units want it."
+        "auto",
+        "Keep channels last in memory; auto: on GPUs in mixed precision, whose matrix units want it.",
+        not_with="interpolate",
     )
 
 
@@ -166,7 +186,7 @@ def seeds_of(options: ImageOptions) -> list[int]:
     """Return the seeds, each once, in ascending order."""
     if options.seeds is None:
         return list(range(options.num_images or DEFAULT_IMAGES))
-    seeds: set[int] = set()
+    ranges: list[tuple[int, int]] = []
     for part in options.seeds.split(","):
         given = re.fullmatch(r"(\d+)(?:-(\d*))?", part.strip())
         if given is None:
@@ -174,9 +194,12 @@ def seeds_of(options: ImageOptions) -> list[int]:
         first, last = int(given[1]), int(given[2] or given[1])
         if last < first:
             raise UserError(f"--seeds {options.seeds}: {part.strip()} runs backwards; write {last}-{first}")
-        if last >= 2**63:
-            raise UserError(f"--seeds {options.seeds}: {last} is too large; the largest seed is {2**63 - 1}")
-        seeds.update(range(first, last + 1))
+        if last > LARGEST_INT:
+            raise UserError(f"--seeds {options.seeds}: {last} is too large; the largest seed is {LARGEST_INT}")
+        ranges.append((first, last))
+    if (count := sum(last - first + 1 for first, last in ranges)) > MOST_IMAGES:
+        raise UserError(f"--seeds {options.seeds}: are {count:,}; one call makes at most {MOST_IMAGES:,} images")
+    seeds = {seed for first, last in ranges for seed in range(first, last + 1)}
     if options.num_images not in (None, len(seeds)):
         raise UserError(
             f"--num_images {options.num_images}: --seeds {options.seeds} are {len(seeds)}; give one of both"

@@ -104,10 +104,9 @@ def _labels_of_folders(source: ImageSource) -> Labels:
     folders = [Path(source.describe(row)).parent.name for row in range(len(source))]
     names = sorted(set(folders))
     if not Path(source.describe(0)).is_absolute() or len(names) < 2:
-        raise UserError(
-            f"{source} has neither a column of classes nor a folder for each; "
-            f"name the column with --label_column, one of: {', '.join(source.annotation_columns)}"
-        )
+        columns = ", ".join(source.annotation_columns)
+        advice = f"name the column with --label_column, one of: {columns}" if columns else "put each into a folder"
+        raise UserError(f"{source} has neither a column of classes nor a folder for each; {advice}")
     number_of = {name: number for number, name in enumerate(names)}
     return Labels(names, torch.tensor([number_of[folder] for folder in folders]))
 

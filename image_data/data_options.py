@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from common.options import NOT_NEGATIVE, POSITIVE, option, section
+from common.options import NOT_NEGATIVE, NUM_WORKERS, POSITIVE, RESOLUTION, option, section
 
 
 @section("data")
@@ -14,7 +14,9 @@ class DataOptions:
         "Hub id or local folder of a data set, or 'digits' (embedded, and the default when no data is named).",
         habits="data",
     )
-    dataset_config_name: str | None = option(None, "Configuration of the data set, if it has several.")
+    dataset_config_name: str | None = option(
+        None, "Configuration of the data set, if it has several.", only_with="dataset_name"
+    )
     train_data_dir: str | None = option(
         None, "Folder of images, instead of dataset_name.", instead_of="dataset_name", on_card=False
     )
@@ -28,7 +30,7 @@ class DataOptions:
     resolution: int = option(
         32,
         "Size of the images; others are resized, the shorter side to this.",
-        POSITIVE,
+        RESOLUTION,
         habits="image_size size",
         fixed=True,
     )
@@ -40,7 +42,7 @@ class DataOptions:
     dataloader_num_workers: int | None = option(
         None,
         "Processes that decode images (default: min(4, usable cores / processes on this machine)).",
-        NOT_NEGATIVE,
+        NUM_WORKERS,
         may_change=True,
         on_card=False,
     )

@@ -279,7 +279,8 @@ def _root_cause(error: BaseException) -> str:
 def check_column(flag: str, column: str, columns: Iterable[str]) -> str:
     """Return the column; raise, in the words of the diffusers examples, if there is none of this name."""
     if column not in columns:
-        raise UserError(f"`--{flag}' value '{column}' needs to be one of: {', '.join(columns)}")
+        there = ", ".join(columns) or "(the data has no such columns)"
+        raise UserError(f"`--{flag}' value '{column}' needs to be one of: {there}")
     return column
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from common.errors import RunFailed, UserError
-from common.interruption import stop_if_requested
+from common.interruption import STOPS, stop_if_requested
 from common.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def _unchanged(result: Any) -> Any:
 
 
 def _ignore_signals(worker_id: int) -> None:
-    # torchrun and Ctrl-C signal the whole process group. The main process decides when to stop, and it has a
-    # checkpoint to write first, during which its workers must not die.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # torchrun, Ctrl-C and a terminal that is closed signal the whole process group. The main process decides when to
+    # stop, and it has a checkpoint to write first, during which its workers must not die.
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)

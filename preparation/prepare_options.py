@@ -6,7 +6,7 @@ from typing import Literal
 
 from common.errors import UserError
 from common.machine import default_num_workers
-from common.options import BELOW_ONE, NOT_NEGATIVE, POSITIVE, option, parse_options, section
+from common.options import BELOW_ONE, LARGEST_INT, NUM_WORKERS, RESOLUTION, from_to, option, parse_options, section
 
 
 @section("preparation")
@@ -23,23 +23,29 @@ class PrepareOptions:
     )
     check: bool = option(False, "Report on the source instead; exit code 1 if something in it would hurt.", saved=False)
     resolution: int | None = option(
-        None, "Size of the shorter side (default: photos keep their sizes).", POSITIVE, habits="size image_size"
+        None, "Size of the shorter side (default: photos keep their sizes).", RESOLUTION, habits="size image_size"
     )
-    center_crop: bool = option(False, "Crop to a square; otherwise training crops, at random places.")
-    channels: Literal["auto", "1", "3", "4"] = option("auto", "1 grey, 3 RGB, 4 RGBA; auto: grey stays grey.")
+    center_crop: bool = option(False, "Crop to a square; otherwise training crops, at random places.", not_with="check")
+    channels: Literal["auto", "1", "3", "4"] = option(
+        "auto", "1 grey, 3 RGB, 4 RGBA; auto: grey stays grey.", not_with="check"
+    )
     classes: list[str] = option([], "Use these classes only.")
-    captions: str | None = option(None, "Caption for photos without one, such as 'a photo of a {class}'.")
+    captions: str | None = option(
+        None, "Caption for photos without one, such as 'a photo of a {class}'.", not_with="check"
+    )
     eval_fraction: float | None = option(
         None, "Share of every class kept for evaluation (default: the source's own split, otherwise 0.1).", BELOW_ONE
     )
     eval_split: Literal["test", "validation"] = option("test", "Name of what is kept for evaluation.")
-    seed: int = option(0, "Which photos are kept for evaluation is a function of their names and this.", NOT_NEGATIVE)
+    seed: int = option(
+        0, "Which photos are kept for evaluation is a function of their names and this.", from_to(0, LARGEST_INT)
+    )
     sysu_folders: bool = option(
-        False, "Name the folders train_data, eval_data and normalized_eval_data (eval_data as squares)."
+        False,
+        "Name the folders train_data, eval_data and normalized_eval_data (eval_data as squares).",
+        not_with="check",
     )
-    num_workers: int = option(
-        default_num_workers(1), "Processes that read and write images.", NOT_NEGATIVE, saved=False
-    )
+    num_workers: int = option(default_num_workers(1), "Processes that read and write images.", NUM_WORKERS, saved=False)
 
 
 def parse_prepare_options(arguments: list[str]) -> PrepareOptions:

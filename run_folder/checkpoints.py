@@ -42,6 +42,7 @@ PREFIX = "checkpoint-"
 MANIFEST, STATE, CONDITION_FILE = "manifest.json", "state.json", "condition.json"
 NETWORK_FOLDERS = {"raw": "unet", "ema": "unet_ema"}
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+SAVED = f".{PREFIX}saved"  # beside the checkpoints once there is one, so that a run knows that its own were taken away
 
 # A run with another of these is no continuation of the same run.
 FIXED = {name for name, facts in facts_of(ConditionalConfig).items() if facts.fixed}
@@ -55,12 +56,13 @@ class InvalidCheckpoint(Exception):
 def step_of(checkpoint: Path | str) -> int | None:
     """Return the step of a checkpoint by the name of its folder, or None if it is another folder's."""
     step = Path(checkpoint).name.removeprefix(PREFIX)
-    return int(step) if step.isdigit() else None
+    return int(step) if step.isascii() and step.isdigit() else None  # int() takes no superscript
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """Return the checkpoint folders of a run, oldest first."""
-    return sorted((path for path in output_dir.glob(f"{PREFIX}*") if step_of(path) is not None), key=step_of)
+    folders = (path for path in output_dir.glob(f"{PREFIX}*") if step_of(path) is not None and path.is_dir())
+    return sorted(folders, key=step_of)
 
 
 def newest(output_dir: Path) -> Path | None:
@@ -113,6 +115,7 @@ class CheckpointWriter:
             shutil.rmtree(aside, ignore_errors=True)
             write_files(aside, files)
             replace_folder(aside, target)
+            (target.parent / SAVED).touch()
             sync(target.parent)
             fault_point("save-renamed")
             self._prune()
@@ -203,17 +206,31 @@ def find_checkpoint(config: TrainingConfig) -> Path | None:
         return _named_checkpoint(config)
     if wanted == "none" or config.overwrite_output_dir:
         return None
+    return _newest_valid(output_dir)
+
+
+def _newest_valid(output_dir: Path) -> Path | None:
+    """Return the newest checkpoint that is whole, if there is any; newer ones are set aside."""
     for pattern in (f".{PREFIX}*.tmp", f".{PREFIX}*.old"):  # left by a process that was killed
         for folder in output_dir.glob(pattern):
             shutil.rmtree(folder)
+    damaged: dict[Path, str] = {}
     for folder in reversed(checkpoints(output_dir)):
         try:
             verify(folder)
         except InvalidCheckpoint as error:
-            _set_aside(folder, "corrupt", str(error))
+            damaged[folder] = str(error)
         else:
+            for newer, reason in damaged.items():
+                _set_aside(newer, "corrupt", reason)
             logger.info("Resuming from %s", folder)
             return folder
+    if damaged:
+        raise UserError(
+            f"--output_dir {output_dir}: none of its checkpoints is whole "
+            f"({'; '.join(f'{folder.name}: {reason}' for folder, reason in damaged.items())}), and nothing of the run "
+            f"was changed; put a whole one there, or start anew with --overwrite_output_dir, which deletes the run"
+        )
     return None
 
 
@@ -226,14 +243,22 @@ def _named_checkpoint(config: TrainingConfig) -> Path:
         verify(folder)
     except InvalidCheckpoint as error:
         raise UserError(f"--resume_from_checkpoint {wanted}: not a valid checkpoint: {error}") from error
-    if folder.resolve().parent == output_dir.resolve():
-        if config.overwrite_output_dir:
-            raise UserError(f"--resume_from_checkpoint {wanted}: --overwrite_output_dir would delete it")
-        # Later checkpoints are of another branch now, and must not be taken for the newest.
-        step = read_file(folder, STATE)["step"]
-        for later in checkpoints(output_dir):
-            if step_of(later) > step:
-                _set_aside(later, "abandoned", f"the run goes on from step {step}")
+    step = read_file(folder, STATE)["step"]
+    if folder.resolve().parent != output_dir.resolve():
+        # Where the run begins. Once it has checkpoints of its own, the same command continues it.
+        own = None if config.overwrite_output_dir else _newest_valid(output_dir)
+        if own is not None and step_of(own) <= step:
+            raise UserError(
+                f"--resume_from_checkpoint {wanted}: {output_dir} holds another run, with {own.name}; choose another "
+                f"--output_dir, or delete that run with --overwrite_output_dir"
+            )
+        return own or folder
+    if config.overwrite_output_dir:
+        raise UserError(f"--resume_from_checkpoint {wanted}: --overwrite_output_dir would delete it")
+    # Later checkpoints are of another branch now, and must not be taken for the newest.
+    for later in checkpoints(output_dir):
+        if step_of(later) > step:
+            _set_aside(later, "abandoned", f"the run goes on from step {step}")
     return folder
 
 

@@ -5,20 +5,28 @@ The defaults are the paper's (Ho et al. 2020, CIFAR-10), the names are those of 
 
 import difflib
 import importlib.util
+import os
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import yaml
 
 from common.errors import UserError
 from common.options import (
     BELOW_ONE,
+    LARGEST_INT,
     NOT_NEGATIVE,
+    NUM_STEPS,
     POSITIVE,
     UP_TO_ONE,
     Options,
     facts_of,
+    from_to,
+    is_given,
     names_flag,
     option,
     parse_options,
@@ -31,6 +39,7 @@ from image_data.data_options import DataOptions
 
 PAPER_STEPS = 800_000
 PAPER_BATCH_SIZE = 128
+LARGEST_GRID = 4096
 
 # TIMESTEP_SAMPLERS of schedulers/loss.py by what they train, without importing torch.
 SAME_OBJECTIVE = ("uniform", "stratified", "loss_second_moment", "kingma_gao")
@@ -47,16 +56,20 @@ class ConditioningOptions:
         None, "Column with the classes; found by itself if there is only one, or by the folders the images are in."
     )
     caption_column: str | None = option(
-        None, "Column with one or several captions of each image; found by itself. Without one, classes are described."
+        None,
+        "Column with one or several captions of each image; found by itself. Without one, classes are described.",
+        only_with="condition=text",
     )
     caption_template: list[str] = option(
         [],
         "One or several captions made of the class, such as 'a photo of a {class}', the default when there are no "
         "captions; which of them an image gets is drawn at every step.",
+        only_with="condition=text",
     )
     text_encoder: str = option(
         "openai/clip-vit-base-patch32",
         "Frozen encoder of the captions: an id on the Hub, a folder, or all-MiniLM-L6-v2, which comes as a package.",
+        only_with="condition=text",
         may_change=True,
         on_card=False,
     )
@@ -65,7 +78,11 @@ class ConditioningOptions:
     )
     balance: bool = option(False, "Show all classes equally often, however many images they have.")
     validation_prompts: list[str] = option(
-        [], "Prompts of the sample grids (default: a caption of each class).", habits="prompt", may_change=True
+        [],
+        "Prompts of the sample grids (default: a caption of each class).",
+        only_with="condition=text",
+        habits="prompt",
+        may_change=True,
     )
 
 
@@ -76,12 +93,14 @@ class NetworkOptions:
         "UNet2DModel configuration instead of the paper's network for this resolution; with text, its attention "
         "is to the words too. That of a UNet2DConditionModel also reads text.",
     )
-    dropout: float = option(0.1, "Dropout in the residual blocks of the paper's network.", BELOW_ONE)
+    dropout: float = option(
+        0.1, "Dropout in the residual blocks of the paper's network.", BELOW_ONE, not_with="model_config_name_or_path"
+    )
 
 
 @section("diffusion")
 class DiffusionOptions:
-    ddpm_num_steps: int = option(1000, "T, the number of diffusion steps.", POSITIVE, fixed=True)
+    ddpm_num_steps: int = option(1000, "T, the number of diffusion steps.", NUM_STEPS, fixed=True)
     ddpm_beta_schedule: Literal[
         "linear", "quadratic", "scaled_linear", "cosine", "squaredcos_cap_v2", "sigmoid", "constant",
         "warmup10", "warmup50",
@@ -94,7 +113,15 @@ class DiffusionOptions:
     )
 
 
-@section("timestep samplers and loss weights", on_card=False)
+def owners_of(name: str) -> str:
+    """Return the samplers and weightings whose option this is, by its name: `edm_mean` is the mean of `edm`."""
+    samplers, weightings = [*SAME_OBJECTIVE, *CHANGED_OBJECTIVE], get_type_hints(TimestepOptions)["loss_weighting"]
+    owners = [f"timestep_sampler={owner}" for owner in samplers if name.startswith(f"{owner}_")]
+    owners += [f"loss_weighting={owner}" for owner in get_args(weightings) if name.startswith(f"{owner}_")]
+    return " ".join(owners)
+
+
+@section("timestep samplers and loss weights", on_card=False, only_with=owners_of)
 class TimestepOptions:
     """An option that belongs to one sampler or weighting bears its name: `edm_mean` is the `mean` of `edm`."""
 
@@ -118,11 +145,17 @@ class TimestepOptions:
     )
     logit_normal_mean: float = option(0.0, "Mean of logit(t / T).")
     logit_normal_std: float = option(1.0, "Standard deviation of logit(t / T).", POSITIVE)
-    edm_mean: float = option(-1.2, "Mean of ln sigma of the sampler.")
-    edm_std: float = option(1.2, "Standard deviation of ln sigma of the sampler.", POSITIVE)
-    edm_floor: float = option(0.0, "Share of uniform draws of the sampler.", UP_TO_ONE)
-    edm_sigma_data: float = option(0.5, "sigma_data of the weighting.", POSITIVE)
-    edm_cap: float | None = option(None, "The most that the weighting gives an error of epsilon.", POSITIVE)
+    edm_mean: float = option(-1.2, "Mean of ln sigma of the sampler.", only_with="timestep_sampler=edm")
+    edm_std: float = option(
+        1.2, "Standard deviation of ln sigma of the sampler.", POSITIVE, only_with="timestep_sampler=edm"
+    )
+    edm_floor: float = option(
+        0.0, "Share of uniform draws of the sampler.", UP_TO_ONE, only_with="timestep_sampler=edm"
+    )
+    edm_sigma_data: float = option(0.5, "sigma_data of the weighting.", POSITIVE, only_with="loss_weighting=edm")
+    edm_cap: float | None = option(
+        None, "The most that the weighting gives an error of epsilon.", POSITIVE, only_with="loss_weighting=edm"
+    )
     log_snr_low: float = option(-6.5, "Lowest log SNR drawn.")
     log_snr_high: float = option(6.2, "Highest log SNR drawn.")
     log_snr_floor: float = option(0.03, "Share of uniform draws.", UP_TO_ONE)
@@ -133,8 +166,15 @@ class TimestepOptions:
     speed_tau: int | None = option(
         None, "From this timestep on steps count as trivial (default: 0.7 T, the paper's).", POSITIVE
     )
-    speed_k: float = option(5.0, "How much likelier the sampler draws the timesteps below tau.", POSITIVE)
-    speed_lambda: float = option(0.6, "Weights below tau lie between 1 - lambda and lambda.", UP_TO_ONE)
+    speed_k: float = option(
+        5.0,
+        "How much likelier the sampler draws the timesteps below tau.",
+        POSITIVE,
+        only_with="timestep_sampler=speed",
+    )
+    speed_lambda: float = option(
+        0.6, "Weights below tau lie between 1 - lambda and lambda.", UP_TO_ONE, only_with="loss_weighting=speed"
+    )
     loss_second_moment_history: int = option(10, "Losses remembered of every timestep.", POSITIVE)
     loss_second_moment_uniform: float = option(0.001, "Share of uniform draws.", POSITIVE)
     kingma_gao_bins: int = option(100, "Bins of log SNR.", POSITIVE)
@@ -159,7 +199,12 @@ class TimestepOptions:
     ats_features: int = option(3, "Timesteps chosen for the reward.", POSITIVE)
     ats_entropy: float = option(0.01, "Weight of the policy's entropy.", NOT_NEGATIVE)
     ats_learning_rate: float = option(0.01, "Learning rate of the policy.", POSITIVE)
-    min_snr_gamma: float = option(5.0, "The signal-to-noise ratio is cut off here.", POSITIVE, aliases="snr_gamma")
+    min_snr_gamma: float = option(
+        5.0,
+        "The signal-to-noise ratio is cut off here. As --snr_gamma, its name in diffusers, it chooses min_snr too.",
+        POSITIVE,
+        aliases="snr_gamma",
+    )
     soft_min_snr_gamma: float = option(4.0, "The signal-to-noise ratio saturates here.", POSITIVE)
     sigmoid_k: float = option(2.0, "The log SNR at which the sigmoid is one half.")
     p2_gamma: float = option(1.0, "Exponent of 1 / (k + SNR).", NOT_NEGATIVE)
@@ -182,7 +227,13 @@ class OptimizerOptions:
     lr_scheduler: Literal[
         "constant_with_warmup", "constant", "linear", "cosine", "cosine_with_restarts", "polynomial"
     ] = option("constant_with_warmup", "Learning rate over the steps, as diffusers defines it.")
-    lr_warmup_steps: int = option(5000, "Steps of the warm-up, whatever the number of processes.", NOT_NEGATIVE)
+    lr_warmup_steps: int = option(
+        5000,
+        "Steps of the warm-up, whatever the number of processes.",
+        NOT_NEGATIVE,
+        not_with="lr_scheduler=constant",
+        nothing=0,
+    )
     adam_beta1: float = option(0.9, "Adam's beta1.", BELOW_ONE)
     adam_beta2: float = option(0.999, "Adam's beta2.", BELOW_ONE)
     adam_weight_decay: float = option(0.0, "Decoupled weight decay.", NOT_NEGATIVE)
@@ -193,10 +244,14 @@ class OptimizerOptions:
 @section("moving average of the weights")
 class EMAOptions:
     use_ema: bool = option(True, "Keep the moving average; samples and the final model use it.", fixed=True)
-    ema_max_decay: float = option(0.9999, "Decay: a copy at the first update, constant from then on.", BELOW_ONE)
-    ema_warmup: bool = option(False, "Let the decay rise as 1 - (1 + step / inv_gamma)^-power instead.")
-    ema_inv_gamma: float = option(1.0, "inv_gamma of --ema_warmup.", POSITIVE)
-    ema_power: float = option(3 / 4, "power of --ema_warmup.", POSITIVE)
+    ema_max_decay: float = option(
+        0.9999, "Decay: a copy at the first update, constant from then on.", BELOW_ONE, only_with="use_ema"
+    )
+    ema_warmup: bool = option(
+        False, "Let the decay rise as 1 - (1 + step / inv_gamma)^-power instead.", only_with="use_ema"
+    )
+    ema_inv_gamma: float = option(1.0, "inv_gamma of --ema_warmup.", POSITIVE, only_with="ema_warmup")
+    ema_power: float = option(3 / 4, "power of --ema_warmup.", POSITIVE, only_with="ema_warmup")
 
 
 @section("length and seed", may_change=True)
@@ -215,7 +270,7 @@ class LengthOptions:
     seed: int = option(
         0,
         "All randomness is a function of this, the step and the position in the batch.",
-        NOT_NEGATIVE,
+        from_to(0, LARGEST_INT),
         may_change=False,
     )
 
@@ -225,7 +280,9 @@ class OutputOptions:
     output_dir: str = option(
         "runs/ddpm", "The run: configuration, metrics, samples, checkpoints, final pipeline.", saved=False
     )
-    overwrite_output_dir: bool = option(False, "Delete a run that is already there.", saved=False)
+    overwrite_output_dir: bool = option(
+        False, "Delete a run that is already there; if torchrun or SLURM starts the job again, it goes on.", saved=False
+    )
     resume_from_checkpoint: str = option(
         "latest",
         "A checkpoint folder, 'latest' of this run if it has one, or 'none' to start anew.",
@@ -240,22 +297,24 @@ class OutputOptions:
         None, "Epochs between sample grids instead.", POSITIVE, instead_of="save_images_steps"
     )
     save_model_epochs: int | None = option(None, "Epochs between updates of the pipeline in output_dir.", POSITIVE)
-    eval_batch_size: int = option(16, "Images in a sample grid.", POSITIVE)
+    eval_batch_size: int = option(16, "Images in a sample grid.", from_to(1, LARGEST_GRID))
     ddpm_num_inference_steps: int = option(1000, "Denoising steps of the sample grids.", POSITIVE)
     logger: Literal["tensorboard", "wandb", "none"] = option(
         "tensorboard", "Where curves go besides metrics.jsonl.", aliases="report_to"
     )
     logging_dir: str = option("logs", "Folder of the curves, inside output_dir.")
     logging_steps: int = option(50, "Steps between lines of metrics.", POSITIVE)
-    tracker_project_name: str = option("exact-ddpm", "Project of the curves in wandb.")
+    tracker_project_name: str = option("exact-ddpm", "Project of the curves in wandb.", only_with="logger=wandb")
 
 
 @section("hub", saved=False)
 class HubOptions:
     push_to_hub: bool = option(False, "Upload the final pipeline, card, samples and curves; never checkpoints.")
     hub_model_id: str | None = option(None, "Repository to push to (default: the name of output_dir).")
-    hub_token: str | None = option(None, "Token for the push (default: that of `hf auth login`); never stored.")
-    hub_private_repo: bool = option(False, "Create the repository as a private one.")
+    hub_token: str | None = option(
+        None, "Token for the push (default: that of `hf auth login`); never stored.", only_with="push_to_hub"
+    )
+    hub_private_repo: bool = option(False, "Create the repository as a private one.", only_with="push_to_hub")
 
 
 @section("precision and invocation")
@@ -292,9 +351,8 @@ def parse_config(arguments: list[str]) -> TrainingConfig:
 def parse_conditional_config(arguments: list[str]) -> ConditionalConfig:
     """Return the options of train_conditional.py, `validate`d."""
     condition = value_of_flag(arguments, "condition", "class or text")
-    config = parse(ConditionalConfig, arguments, CONFIGS / f"digits_{'text' if condition == 'text' else 'class'}.yaml")
-    validate_condition(config)
-    return config
+    digits = CONFIGS / f"digits_{'text' if condition == 'text' else 'class'}.yaml"
+    return parse(ConditionalConfig, arguments, digits)
 
 
 def parse(kind: type[Options], arguments: list[str], digits: Path) -> Options:
@@ -302,20 +360,42 @@ def parse(kind: type[Options], arguments: list[str], digits: Path) -> Options:
     named = value_of_flag(arguments, "config", "the name of a YAML file")
     names_data = names_flag(arguments, "dataset_name") or names_flag(arguments, "train_data_dir")
     file = digits if named is None and not names_data else named
-    from_file = read_config_file(Path(file), ConditionalConfig) if file else []
-    for name, facts in facts_of(ConditioningOptions).items():
-        words = (name, *facts.habits.split())
-        if kind is TrainingConfig and any(names_flag([*from_file, *arguments], word) for word in words):
-            raise UserError(f"{name} is an option of train_conditional.py{f' (in {named})' if named else ''}")
+    from_file = read_config_file(Path(file).expanduser(), ConditionalConfig) if file else {}
     description = f"The defaults are the paper's. Without data and without a file, configs/{digits.name} is used."
-    config = parse_options(kind, arguments, description=description, from_file=from_file)
-    if is_own_sampler(config.timestep_sampler) and not names_flag(arguments, "timestep_sampler"):
-        raise UserError(
-            f"--config {named}: names code, {config.timestep_sampler}, which is only run if you name it: if you trust "
-            f"that file, add --timestep_sampler {config.timestep_sampler}"
-        )
-    validate(config)
+    typed = {name for name, facts in facts_of(ConditionalConfig).items() if is_given(arguments, name, facts)}
+    with naming_the_file(file, from_file.keys() - typed):
+        for name, facts in facts_of(ConditioningOptions).items():
+            if kind is TrainingConfig and any(names_flag(arguments, word) for word in (name, *facts.habits.split())):
+                raise UserError(f"{name} is an option of train_conditional.py")
+            if kind is TrainingConfig and name in from_file:
+                raise UserError(f"--{name}: is an option of train_conditional.py")
+        gamma = [*from_file.get("min_snr_gamma", []), *arguments]
+        if names_flag(gamma, "snr_gamma") and not {"loss_weighting"} & (typed | from_file.keys()):
+            arguments = [*arguments, "--loss_weighting=min_snr"]  # as in diffusers, where it is the only weighting
+        config = parse_options(kind, arguments, description=description, from_file=from_file)
+        if is_own_sampler(config.timestep_sampler) and not names_flag(arguments, "timestep_sampler"):
+            raise UserError(
+                f"--config {named}: names code, {config.timestep_sampler}, which is only run if you name it: if you "
+                f"trust that file, add --timestep_sampler {config.timestep_sampler}"
+            )
+        if any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")):
+            config.overwrite_output_dir = False  # it was done when the job was started for the first time
+        validate(config)
+        if kind is ConditionalConfig:
+            validate_condition(config)
     return config
+
+
+@contextmanager
+def naming_the_file(file: Path | str | None, names: Collection[str]) -> Iterator[None]:
+    """Say of a mistake in an option of the file, and not of the command line, that it is there."""
+    try:
+        yield
+    except UserError as error:
+        flag = re.search(r"--(\w+)", str(error))
+        if flag and flag[1] in names:
+            raise UserError(f"{error} (in {file})") from error
+        raise
 
 
 def validate(config: TrainingConfig) -> None:
@@ -328,6 +408,9 @@ def validate(config: TrainingConfig) -> None:
     check_timestep_sampler(config)
     if not config.output_dir.strip():
         raise UserError("--output_dir is empty: name a folder for the run")
+    curves = Path(config.logging_dir)
+    if curves.is_absolute() or ".." in curves.parts or not curves.parts:
+        raise UserError(f"--logging_dir {config.logging_dir}: must name a folder inside --output_dir, such as logs")
     if config.logger == "wandb" and importlib.util.find_spec("wandb") is None:
         raise UserError("--logger wandb: wandb is not installed; `pip install wandb` or use tensorboard")
     if config.logger == "wandb" and config.hub_token is not None:
@@ -363,10 +446,6 @@ def validate_condition(config: ConditionalConfig) -> None:
     for template in config.caption_template:
         if "{class}" not in template:
             raise UserError(f"--caption_template {template!r}: must say where the class comes, as in 'a {{class}}'")
-    if config.condition == "class":
-        for name in ("caption_column", "caption_template", "validation_prompts"):
-            if getattr(config, name):
-                raise UserError(f"--{name} is for captions: add --condition text")
     if config.caption_column and config.caption_template:
         raise UserError("--caption_column and --caption_template are two ways to say one thing: give one of them")
 

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from dataclasses import fields
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +16,9 @@ import yaml
 from common.errors import UserError, user_errors
 from common.files import LOCK_FILE, first_existing, lock, replace_folder, write_atomically
 from common.interruption import fault_point
-from run_folder.checkpoints import CONDITION_FILE, PREFIX, find_checkpoint
-from run_folder.config import ConditionalConfig, TrainingConfig
+from common.options import UniqueKeyLoader, facts_of, flags_of, read_options
+from run_folder.checkpoints import CONDITION_FILE, PREFIX, SAVED, WEIGHTS, changed_settings, find_checkpoint
+from run_folder.config import ConditionalConfig, TrainingConfig, settings_of
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -38,6 +39,8 @@ NOT_PUSHED = (
     *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in PIPELINE_FOLDERS)),
     *("evaluation_results.json", "evaluation_per_class.csv"),
 )
+PIPELINE_STEP = "_step"  # in the pipeline's index, where diffusers passes over names that begin so
+ROUNDING = 0.001  # seconds, of the training time in a line of metrics
 QUARTERS = 4  # of the timesteps, whose losses a line of metrics tells apart: loss_q0 to loss_q3
 
 
@@ -60,7 +63,18 @@ class RunFolder:
         return self.samples / f"step-{step}.png"
 
     def newest_grid(self) -> Path | None:
-        return max(self.samples.glob("step-*.png"), key=lambda path: int(path.stem.removeprefix("step-")), default=None)
+        steps = [path.stem.removeprefix("step-") for path in self.samples.glob("step-*.png")]
+        return self.grid_file(max(found)) if (found := [int(step) for step in steps if step.isdecimal()]) else None
+
+    def pipeline_step(self) -> int | None:
+        """Return the step whose weights the pipeline holds, if there is one that a run wrote."""
+        if not (self.network_folder / WEIGHTS).is_file():
+            return None
+        try:
+            step = json.loads(self.pipeline_file.read_text(encoding="utf-8"))[PIPELINE_STEP]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return step if isinstance(step, int) else None
 
     @property
     def is_run(self) -> bool:
@@ -69,14 +83,16 @@ class RunFolder:
     def read_config(self) -> TrainingConfig:
         """Read the options of the run, a `ConditionalConfig` if train_conditional.py wrote them."""
         try:
-            values = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+            values = yaml.load(self.config_file.read_text(encoding="utf-8"), UniqueKeyLoader)
             kind = ConditionalConfig if "condition" in values else TrainingConfig
-            known = {entry.name for entry in fields(kind)}
-            return kind(**{name: value for name, value in values.items() if name in known})
+            known = facts_of(kind)
+            from_file = {name: flags_of(name, value, kind) for name, value in values.items() if name in known}
+            return read_options(kind, from_file)
         except OSError as error:
             raise UserError(f"{self.path} is not a run: {CONFIG} cannot be read ({error.strerror})") from error
-        except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError) as error:
-            raise UserError(f"{self.config_file} is not what a training wrote there") from error
+        except (yaml.YAMLError, ValueError, AttributeError, TypeError, UserError) as error:
+            reason = f" ({error})" if isinstance(error, UserError) else ""
+            raise UserError(f"{self.config_file} is not what a training wrote there{reason}") from error
 
     def read_metrics(self) -> list[dict]:
         return read_lines(self.metrics_file)
@@ -101,14 +117,14 @@ class RunFolder:
         shutil.copyfile(PIPELINE_CODE, self.path / PIPELINE_CODE.name)
         write_atomically(self.condition_file, text)  # last: where it is, the rest is
 
-    def write_pipeline(self, pipeline: DiffusionPipeline, entries: dict[str, object]) -> None:
-        """Make this folder the pipeline, with these entries in its index besides its own."""
+    def write_pipeline(self, pipeline: DiffusionPipeline, step: int, entries: dict[str, object]) -> None:
+        """Make this folder the pipeline of a step, with these entries in its index besides its own."""
         aside = self.path / ".pipeline.tmp"
         try:
             shutil.rmtree(aside, ignore_errors=True)
             pipeline.save_pretrained(aside, safe_serialization=True)
             index = aside / PIPELINE
-            entries = json.loads(index.read_text(encoding="utf-8")) | entries
+            entries = json.loads(index.read_text(encoding="utf-8")) | entries | {PIPELINE_STEP: step}
             index.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
             for part in ("unet", "scheduler"):
                 replace_folder(aside / part, self.path / part)
@@ -119,15 +135,12 @@ class RunFolder:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Read a file of JSON lines; one that is being written while this reads is left out."""
+    """Read a file of JSON lines; one that is damaged, or being written while this reads, is left out."""
     lines = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                break
-    return lines
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with suppress(ValueError):
+            lines.append(json.loads(line))
+    return [line for line in lines if isinstance(line, dict)]
 
 
 def check_disk(config: TrainingConfig, num_parameters: int) -> None:
@@ -161,6 +174,12 @@ def check_output_dir(config: TrainingConfig) -> None:
         raise UserError(f"--output_dir {path}: no permission to write in {existing}")
     if existing != path:
         return
+    for name in (SAMPLES, *PIPELINE_FOLDERS, config.logging_dir):
+        if first_existing(path / name).is_file():
+            raise UserError(f"--output_dir {path}: {first_existing(path / name)} is a file where a run has a folder")
+    for name in (CONFIG, METRICS, PIPELINE, CARD, LOCK_FILE):
+        if (path / name).is_dir():
+            raise UserError(f"--output_dir {path}: {path / name} is a folder where a run has a file")
     if not RunFolder(path).is_run:
         if foreign := sorted(entry.name for entry in path.iterdir() if not is_of_a_run(entry.name, config)):
             listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
@@ -191,6 +210,8 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
             checkpoint = find_checkpoint(config)
             if config.overwrite_output_dir and path.exists():
                 remove_run(config)
+            elif checkpoint is None or checkpoint.resolve().parent != path.resolve():
+                check_nothing_is_trained_over(config)
             path.mkdir(parents=True, exist_ok=True)
             lock(path)
             for unfinished in RunFolder(path).samples.glob(".*.tmp"):  # of a process that was killed
@@ -201,6 +222,39 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(f"{checkpoint}: not to be seen from process {processes.index}; the processes must share it")
     return checkpoint
+
+
+def check_nothing_is_trained_over(config: TrainingConfig) -> None:
+    """Raise if a run without a checkpoint is there, unless it is this one, killed before it had saved any."""
+    run = RunFolder(config.output_dir)
+    left = [path for path in (run.pipeline_file, run.network_folder, run.card_file) if path.exists()]
+    left = [path.name for path in [*sorted(run.path.glob(f"{PREFIX}*")), *left]]
+    if lines := run.read_metrics():
+        had_checkpoint = (run.path / SAVED).exists() or not run.config_file.exists()
+        changed = [] if had_checkpoint else changed_settings(settings_of(run.read_config()), settings_of(config))
+        if left or had_checkpoint or changed:
+            other = f" of a run with other settings ({'; '.join(changed)})" if changed else ""
+            left.append(f"{METRICS} up to step {lines[-1].get('step')}{other}")
+    if left:
+        raise UserError(
+            f"--output_dir {run.path} holds {', '.join(left)}, but no valid checkpoint to go on from to step "
+            f"{config.max_train_steps}: put one there, choose another folder, or start anew with "
+            f"--overwrite_output_dir, which deletes the run"
+        )
+
+
+def completed_step(config: TrainingConfig) -> int | None:
+    """Return the step of a run that is complete, as its pipeline says, and whose checkpoints have been deleted."""
+    run, limit = RunFolder(config.output_dir), config.max_train_seconds
+    step, starts_anew = run.pipeline_step(), config.overwrite_output_dir or config.resume_from_checkpoint != "latest"
+    if step is None or starts_anew or not run.is_run or any(run.path.glob(f"{PREFIX}*")):
+        return None
+    seconds = [line["train_seconds"] for line in run.read_metrics() if line.get("step") == step]
+    is_over = step >= config.max_train_steps or (limit is not None and max(seconds, default=0) + ROUNDING >= limit)
+    if not is_over or changed_settings(settings_of(run.read_config()), settings_of(config)):
+        return None
+    logger.info("%s has no checkpoint any more, and needs none", run.path)
+    return step
 
 
 def remove_run(config: TrainingConfig) -> None:

@@ -19,7 +19,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, get_session, get_to
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import HFValidationError, httpx, validate_repo_id
 
-from common.errors import user_errors
+from common.errors import UserError, reason_of, user_errors
 from common.files import write_atomically
 from common.options import values_of
 from run_folder.folder import PICTURES, PIPELINE_FOLDERS, PUSHED, SAMPLES, RunFolder
@@ -171,10 +171,22 @@ def update_evaluation(output_dir: Path) -> None:
 
 def check_push(config: TrainingConfig) -> None:
     """Raise before the training if the push could never succeed."""
-    repo_id = repo_id_of(config)
-    if config.push_to_hub:
-        with user_errors(f"--hub_model_id {repo_id}: not a name that the Hub accepts", HFValidationError):
-            validate_repo_id(repo_id)
+    if not config.push_to_hub:
+        return
+    repo_id, login = repo_id_of(config), "`hf auth login`, or a token with --hub_token, lets it push"
+    with user_errors(f"--hub_model_id {repo_id}: not a name that the Hub accepts", HFValidationError):
+        validate_repo_id(repo_id)
+    if not (token := (config.hub_token or get_token() or "").strip()):
+        raise UserError(f"--push_to_hub: nobody is logged in to the Hub on this machine: {login}")
+    try:
+        get_session().timeout = TIMEOUT
+        HfApi(token=token).whoami()
+    except OfflineModeIsEnabled as error:
+        raise UserError("--push_to_hub: HF_HUB_OFFLINE forbids it; push the run later with `hf upload`") from error
+    except Exception as error:  # of a Hub that may be there again at the end
+        if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
+            raise UserError(f"--push_to_hub: the Hub does not know the token: {login}") from error
+        logger.warning("The Hub could not be asked for the login now: %s", scrub(reason_of(error), token))
 
 
 def push_to_hub(config: TrainingConfig, step: int, attempts: int = 5) -> str | None:

@@ -75,8 +75,8 @@ def test_the_names_of_diffusers_are_accepted():
     flags = """
         --dataset_config_name=x --overwrite_output_dir --cache_dir=c --center_crop --eval_batch_size=4
         --dataloader_num_workers=0 --save_images_epochs=10 --save_model_epochs=10 --max_train_steps=5
-        --gradient_accumulation_steps=2 --adam_epsilon=1e-8 --ema_inv_gamma=1 --ema_power=0.75 --push_to_hub
-        --hub_token=t --hub_model_id=me/it --hub_private_repo --logging_dir=logs --mixed_precision=bf16
+        --gradient_accumulation_steps=2 --adam_epsilon=1e-8 --ema_warmup --ema_inv_gamma=1 --ema_power=0.75
+        --push_to_hub --hub_token=t --hub_model_id=me/it --hub_private_repo --logging_dir=logs --mixed_precision=bf16
         --prediction_type=sample --ddpm_num_steps=1000 --report_to=none --ddpm_num_inference_steps=1000
         --ddpm_beta_schedule=squaredcos_cap_v2 --checkpoints_total_limit=2 --resume_from_checkpoint=latest
         --image_column=img --max_train_samples=10 --model-config-name-or-path=m
@@ -104,7 +104,7 @@ def test_the_names_of_diffusers_are_accepted():
         (["--train_batch_size=0"], "--train_batch_size 0: must be greater than 0"),
         (["--learning_rate=-1"], "--learning_rate -1.0: must be greater than 0"),
         (["--ddpm_num_inference_steps=2000"], "more than the 1000 steps"),
-        (["--logger=wandb", "--hub_token=hf_secret"], "hf auth login"),
+        (["--logger=wandb", "--push_to_hub", "--hub_token=hf_secret"], "hf auth login"),
         (["--logger=wandb"], "wandb is not installed"),
         (["--config"], "needs the name"),
         (["--config=missing.yaml"], "missing.yaml: cannot be read"),
@@ -168,7 +168,8 @@ def test_batch_that_does_not_work_out(flags, processes):
 
 
 def test_saved_configuration_repeats_the_run(tmp_path):
-    given = parse("--train_batch_size=16", "--num_epochs=3", "--learning_rate=1e-5", "--hub_token=hf_secret")
+    private = ["--push_to_hub", "--hub_token=hf_secret"]
+    given = parse("--train_batch_size=16", "--num_epochs=3", "--learning_rate=1e-5", *private)
     resolved = with_resolved(given, resolve_batch_sizes(given, 2), resolve_steps(given, 10), channels=1, precision="no")
     (tmp_path / "config.yaml").write_text(as_yaml(resolved))
     assert "hf_secret" not in (tmp_path / "config.yaml").read_text()

@@ -271,7 +271,7 @@ class TestErrors:
             ("--generated=a --run_dir=b --real=c", "--generated and --run_dir: name one thing to measure"),
             ("--generated=a --real=b --dataset_name=digits", "--real and --dataset_name: name one reference"),
             ("--generated=a --real=b --modes legacy", "--modes legacy: choose from legacy_tensorflow, clean"),
-            ("--generated=a --real=b --num_images=5", "--num_images 5: must be at least 10"),
+            ("--generated=a --real=b --num_images=5", "--num_images 5: must be from 10 to"),
             ("--generated=a --real=b --ddim", "--ddim goes with --run_dir"),
             ("--generated=a --real=b --skip_schedule=quadratic", "--skip_schedule goes with --run_dir"),
             ("--generated=a --real=b --guidance_scales 1 2", "--guidance_scales goes with --run_dir"),

@@ -26,7 +26,7 @@ def finished_run(tmp_path_factory, tiny_flags):
 
 
 def test_what_a_run_writes(finished_run):
-    top = {path.name for path in finished_run.iterdir()} - {".lock"}
+    top = {path.name for path in finished_run.iterdir()} - {".lock", ".checkpoint-saved"}
     assert top == {
         "config.yaml", "metrics.jsonl", "timesteps.jsonl", "logs", "samples", "unet", "scheduler", "model_index.json",
         "README.md", "checkpoint-4", "checkpoint-8", "checkpoint-12",
@@ -157,8 +157,9 @@ def test_accumulation_is_the_same_batch(network_without_dropout, train, tmp_path
         ["--timestep_sampler=stratified", "--loss_weighting=p2"],
     ],
 )
-def test_options_train(flags, train, tmp_path):
-    run = train(tmp_path / "run", "--max_train_steps=12", *flags)
+def test_options_train(flags, train, tiny_flags, tmp_path):
+    base = [flag for flag in tiny_flags if "--no_use_ema" not in flags or "ema_max_decay" not in flag]
+    run = train(tmp_path / "run", "--max_train_steps=12", *flags, base=base)
     losses = losses_of(run)
     assert sum(losses[-4:]) < sum(losses[:4])
     assert (run / "checkpoint-12" / "unet_ema").exists() is ("--no_use_ema" not in flags)

@@ -202,6 +202,8 @@ def ranges(chosen: torch.Tensor) -> str:
 def log_end(run: Run) -> None:
     """Say why the run is over."""
     config, step = run.config, f"step {run.state.step} of {run.total_steps}"
+    if run.state.step > run.total_steps:
+        step = f"it came to step {run.state.step}, beyond the {run.total_steps} asked for now"
     if run.state.step >= run.total_steps:
         logger.info(f"The run is complete: {step}. {config.output_dir} holds the pipeline and its card")
     else:

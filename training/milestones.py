@@ -85,9 +85,10 @@ class Milestones:
                     self.writer.finish(state)
                 self.processes.barrier()
         if stopped:
+            without = " without --overwrite_output_dir" if self.config.overwrite_output_dir else ""
             raise Interrupted(
                 f"{stop_requested() or 'a stop of another process'}: saved at step {step} in "
-                f"{self.folder.path}; start the same command again to continue"
+                f"{self.folder.path}; start the same command again{without} to continue"
             )
 
     def catch_up(self, state: TrainingState) -> None:
@@ -208,7 +209,7 @@ class Milestones:
         *_, unet = networks_of(state).values()  # the moving average, if there is one
         pipeline = DDPMPipeline(unet=unet, scheduler=state.loss.process.plain())
         try:
-            self.folder.write_pipeline(pipeline, self.run.condition.pipeline_entries)
+            self.folder.write_pipeline(pipeline, state.step, self.run.condition.pipeline_entries)
         except Exception as error:  # safetensors reports a full disk in its own way; the checkpoint comes next
             logger.warning("The pipeline in %s could not be written: %s", self.folder.path, reason_of(error))
 

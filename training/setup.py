@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from common.files import write_atomically
 from common.interruption import stop_requested, stops_deferred
+from common.machine import fits_in_memory
 from common.processes import Processes
 from common.randomness import generator_for
 from conditions.condition import Condition
@@ -26,7 +28,7 @@ from run_folder.config import (
     settings_of,
     with_resolved,
 )
-from run_folder.folder import RunFolder, check_disk, check_output_dir, open_run
+from run_folder.folder import RunFolder, check_disk, check_output_dir, completed_step, open_run
 from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from schedulers.loss import DiffusionLoss, build_loss
@@ -133,7 +135,8 @@ def check_before_work(config: TrainingConfig, processes: Processes) -> None:
     resolve_batch_sizes(config, processes.count)
     check_output_dir(config)
     check_network(config)
-    check_push(config)
+    if processes.is_main:
+        check_push(config)
     build_loss(vars(config), build_process(config))
 
 
@@ -172,13 +175,23 @@ def execute(run: Run) -> None:
     announce(run)
     if run.config.dry_run:
         return
-    with stops_deferred(), opened(run):  # from here on, to be stopped means to save first
-        train(run)
+    if not was_completed(run):
+        with stops_deferred(), opened(run):  # from here on, to be stopped means to save first
+            train(run)
 
     # The card, and the Hub if asked, which the other processes need not wait for.
     run.processes.finish()
     if run.processes.is_main:
         publish(run.config, run.state)
+
+
+def was_completed(run: Run) -> bool:
+    """Tell whether the run in the folder has come to its end, and say so, where no checkpoint is left to show it."""
+    step = run.processes.broadcast(completed_step(run.config) if run.processes.is_main else None)
+    if step is not None:
+        run.state.step = step
+        log_end(run)
+    return step is not None
 
 
 @contextmanager
@@ -187,14 +200,20 @@ def opened(run: Run) -> Iterator[None]:
     config, processes, state = run.config, run.processes, run.state
     checkpoint = open_run(config, processes)
     if checkpoint is not None:
-        load_checkpoint(state, checkpoint, same_run=config.resume_from_checkpoint == "latest")
+        is_named = checkpoint.name == Path(config.resume_from_checkpoint).name
+        load_checkpoint(state, checkpoint, same_run=not is_named)
     if processes.is_main:
         folder = RunFolder(config.output_dir)
         write_atomically(folder.config_file, as_yaml(config))
         folder.write_condition(run.condition)
     run.over_at_start = run.is_over()
     run.network = processes.accelerator.prepare(state.unet)
-    with closing(Tracking(run)) as run.tracking, processes.reporting_dead_peers():
+    advice = (
+        f"--train_batch_size {run.sizes.per_device}: a step of so many images, or a grid of --eval_batch_size "
+        f"{config.eval_batch_size}, does not fit in the memory of {processes.device}; lower them, with "
+        f"--total_batch_size {run.sizes.total} to keep the batch by accumulation"
+    )
+    with closing(Tracking(run)) as run.tracking, processes.reporting_dead_peers(), fits_in_memory(advice):
         run.milestones = Milestones(run, CheckpointWriter(config, checkpoint))
         yield
     log_end(run)

@@ -327,7 +327,7 @@ class LineFile:
     def __init__(self, path: Path, last_step: int):
         """Drop the lines of steps that will be repeated, and a last line that was cut off."""
         self.path, self._unwritten = path, []
-        lines = [line for line in read_lines(path) if line["step"] <= last_step]
+        lines = [line for line in read_lines(path) if line.get("step", 0) <= last_step]
         self.latest: dict | None = lines[-1] if lines else None
         if path.exists():
             write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))

@@ -14,7 +14,7 @@ from benchmarks.race.plan import Entry, Race, points_of
 from benchmarks.race.train import FINISHED, snapshot_of, snapshots_of
 from common.errors import UserError
 from common.files import write_atomically
-from common.options import flags_of
+from common.options import flags_by_option
 from image_data.data_options import DataOptions
 from run_folder.checkpoints import WEIGHTS, changed_settings
 from run_folder.config import TrainingConfig, parse_config, resolve_batch_sizes, settings_of
@@ -47,7 +47,8 @@ def flags_for(race: Race, entry: Entry) -> list[str]:
         "ddpm_num_inference_steps": 1,
         "checkpoints_total_limit": 1,
     }
-    return flags_of({"logger": "none", **race.training, **race.methods[entry.method], **own}, TrainingConfig)
+    options = {"logger": "none", **race.training, **race.methods[entry.method], **own}
+    return [word for words in flags_by_option(options, TrainingConfig).values() for word in words]
 
 
 def config_of(race: Race, entry: Entry) -> TrainingConfig:

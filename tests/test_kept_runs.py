@@ -1,0 +1,161 @@
+"""A folder that holds a run is never trained over by accident."""
+
+import hashlib
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import losses_of, metrics_of, run_training
+
+from common.errors import UserError
+from run_folder.checkpoints import checkpoints
+
+FLAGS = ["--max_train_steps=4", "--checkpointing_steps=2", "--save_images_steps=100"]
+
+
+def contents(run: Path) -> dict[str, str]:
+    """The hash of every file of a run, but for the lock, which is held by whoever looks into it."""
+    files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_flags, tmp_path_factory) -> Path:
+    run = run_training(tmp_path_factory.mktemp("runs") / "run", [*tiny_flags, *FLAGS])
+    logging.getLogger().handlers.clear()
+    return run
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def remove_checkpoints(run: Path) -> None:
+    for folder in checkpoints(run):
+        shutil.rmtree(folder)
+
+
+def test_a_finished_run_without_its_checkpoints_is_finished(run, train, capsys):
+    remove_checkpoints(run)
+    before = contents(run)
+    train(run, *FLAGS)
+    assert contents(run) == before
+    assert "The run is complete: step 4 of 4" in capsys.readouterr().err
+    train(run, *FLAGS, "--max_train_steps=3")
+    assert "it came to step 4, beyond the 3 asked for now" in capsys.readouterr().err
+    assert metrics_of(run)[-1]["step"] == 4
+
+
+def test_a_time_budget_that_is_used_up_stays_so(train, tmp_path, capsys):
+    flags = ["--max_train_steps=1000000", "--max_train_seconds=0.2", "--save_images_steps=1000000"]
+    run = train(tmp_path / "run", *flags)
+    remove_checkpoints(run)
+    before = contents(run)
+    train(run, *flags)
+    assert contents(run) == before
+    assert capsys.readouterr().err.count("has used its 0.2 seconds of training") == 2
+    with pytest.raises(UserError, match="no valid checkpoint to go on from"):
+        train(run, *flags, "--max_train_seconds=60")
+
+
+@pytest.mark.parametrize(
+    ("flags", "gone"),
+    [
+        (["--max_train_steps=6"], []),  # more than its pipeline has
+        (["--learning_rate=1e-4"], []),  # another run
+        (["--resume_from_checkpoint=none"], []),
+        ([], ["model_index.json"]),
+        ([], ["unet"]),
+        ([], ["model_index.json", "unet", "README.md"]),  # metrics alone
+        ([], ["model_index.json", "unet", "README.md", "config.yaml", ".checkpoint-saved"]),
+        ([], ["metrics.jsonl", "config.yaml"]),  # a pipeline alone
+    ],
+)
+def test_what_is_left_of_a_run_is_not_trained_over(flags, gone, run, train):
+    remove_checkpoints(run)
+    for name in gone:
+        shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink()
+    before = contents(run)
+    with pytest.raises(UserError, match="holds .*--overwrite_output_dir") as caught:
+        train(run, *FLAGS, *flags)
+    if flags == ["--max_train_steps=6"]:
+        assert "model_index.json, unet, README.md, metrics.jsonl up to step 4, but no valid" in str(caught.value)
+        assert "go on from to step 6" in str(caught.value)
+    assert contents(run) == before
+
+
+def test_damaged_checkpoints_alone_are_left_as_they_are(run, train):
+    for folder in checkpoints(run):
+        (folder / "state.json").write_text("{}")
+    before = contents(run)
+    for _ in range(2):  # as a job that is queued again does
+        with pytest.raises(UserError, match="checkpoint-4: state.json is not .*; checkpoint-2: .*--overwrite"):
+            train(run, *FLAGS)
+    assert contents(run) == before
+    train(run, *FLAGS, "--overwrite_output_dir", "--max_train_steps=1")
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_what_was_set_aside_is_not_trained_over(run, train):
+    for folder in checkpoints(run):
+        folder.rename(folder.with_name(f"{folder.name}.corrupt"))
+    with pytest.raises(UserError, match="holds checkpoint-2.corrupt, checkpoint-4.corrupt"):
+        train(run, *FLAGS)
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(run, train):
+    expected = losses_of(run)
+    remove_checkpoints(run)
+    for name in ("unet", "scheduler"):
+        shutil.rmtree(run / name)
+    for name in ("model_index.json", "README.md", ".checkpoint-saved"):
+        (run / name).unlink()
+    before = contents(run)
+    with pytest.raises(UserError, match="of a run with other settings .learning_rate 0.0002 -> 0.1"):
+        train(run, *FLAGS, "--learning_rate=0.1")
+    assert contents(run) == before
+    assert losses_of(train(run, *FLAGS)) == expected
+
+
+def test_a_pipeline_of_somebody_else_is_not_trained_over(run, train, tmp_path):
+    pipeline = tmp_path / "pipeline"
+    for name in ("unet", "scheduler"):
+        shutil.copytree(run / name, pipeline / name)
+    shutil.copy(run / "model_index.json", pipeline)
+    before = contents(pipeline)
+    with pytest.raises(UserError, match="holds model_index.json, unet, but"):
+        train(pipeline, *FLAGS)
+    assert contents(pipeline) == before
+
+
+@pytest.mark.parametrize("variable", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
+def test_a_job_that_is_started_again_overwrites_nothing(variable, run, train, monkeypatch):
+    monkeypatch.setenv(variable, "1")
+    train(run, *FLAGS, "--overwrite_output_dir", "--max_train_steps=5")
+    assert len(losses_of(run)) == 5
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
+
+
+def test_a_run_that_began_at_a_named_checkpoint_goes_on_from_its_own(run, train, tmp_path):
+    named = [*FLAGS, f"--resume_from_checkpoint={run / 'checkpoint-2'}"]
+    other = train(tmp_path / "other", *named, "--max_train_steps=3")
+    train(other, *named)
+    assert [line["step"] for line in metrics_of(other)] == [3, 4]
+    assert [path.name for path in checkpoints(other)] == ["checkpoint-3", "checkpoint-4"]
+    before = contents(other)
+    with pytest.raises(UserError, match="holds another run, with checkpoint-4"):
+        train(other, *FLAGS, f"--resume_from_checkpoint={run / 'checkpoint-4'}")
+    remove_checkpoints(other)
+    with pytest.raises(UserError, match="no valid checkpoint"):
+        train(other, *named)
+    assert {name for name in before if name in contents(other)} == set(contents(other))
+
+
+def test_other_folders_are_no_checkpoints(run, train):
+    (run / "checkpoint-²").mkdir()
+    (run / "checkpoint-7").touch()
+    (run / "samples" / "step-best.png").touch()
+    train(run, *FLAGS, "--max_train_steps=5")
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
