@@ -1,8 +1,9 @@
 """Processes that run the scripts without importing torch, diffusers and accelerate anew, which takes seconds each.
 
 A server imports them once and forks for every command. What it forks is a process like any other: its own arguments,
-environment, session and output; it ends as an interpreter does, and dies of a signal as any does. Tests of the start
-itself, by an interpreter or a launcher, need the real thing.
+environment, session and output; it ends as an interpreter does, except that it does not take itself to pieces, which
+takes another second; it dies of a signal as any does. Tests of the start itself, by an interpreter or a launcher, need
+the real thing.
 """
 
 from __future__ import annotations
@@ -200,8 +201,24 @@ def become(request: dict, stdout: int, stderr: int) -> list[str]:
     return request["command"]
 
 
+def leave() -> None:
+    """End here, where all that is left is to take the interpreter to pieces."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
 if __name__ == "__main__":
+    exit_code = 0
+    atexit.register(leave)  # the first to be registered is the last to be called
     sys.argv = serve(socket.socket(fileno=int(sys.argv[1])))
     script = Path(sys.argv[0]).absolute()
     sys.path[:1] = [str(script.parent), str(ROOT)]
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        exit_code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except BaseException:
+        exit_code = 1
+        raise
