@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,10 +45,7 @@ class Scenario:
     budget: float | None = None  # of seconds: a first part of the run ends by itself
 
     def command(self, output_dir: Path, tiny_flags: list[str]) -> list[str]:
-        alone = [sys.executable]
-        together = [*alone, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.processes}"]
         return [
-            *(alone if self.processes == 1 else together),
             "train_unconditional.py",
             *tiny_flags,
             "--max_train_steps=120",
@@ -70,37 +68,42 @@ SCENARIOS = [
 ]
 
 
-def start(command: list[str], fault: str = "") -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "EXACT_DDPM_FAULT": fault}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+class Program(subprocess.Popen):
+    """Python, or as many as torchrun starts."""
+
+    def __init__(self, command: list[str], processes: int = 1, fault: str = "", restarts: int = 0):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        super().__init__(
+            [sys.executable, *([*torchrun, f"--max-restarts={restarts}"] if processes > 1 else []), *command],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "EXACT_DDPM_FAULT": fault},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def kill(self) -> None:
+        """SIGKILL for a launcher and all that it started."""
+        family = [self.pid]
+        with suppress(psutil.NoSuchProcess):
+            family += [child.pid for child in psutil.Process(self.pid).children(recursive=True)]
+        for pid in family:
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
 
 
-def run_to_the_end(command: list[str]) -> float:
-    begin = time.monotonic()
-    process = start(command)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output.decode()[-3000:]
-    return time.monotonic() - begin
+def run_to_the_end(process: Program) -> None:
+    outputs = process.communicate()
+    assert process.returncode == 0, outputs[0][-3000:]
 
 
-def kill_all(process: subprocess.Popen) -> None:
-    """SIGKILL for a launcher and all that it started."""
-    family = [process.pid]
-    with suppress(psutil.NoSuchProcess):
-        family += [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-    for pid in family:
-        with suppress(ProcessLookupError):
-            os.kill(pid, 9)
-    process.communicate()
-
-
-def killed_once(command: list[str], fault: str, seconds: float) -> str:
-    """Start and kill: at the named point, or after so many seconds. What happened, for the record."""
-    process = start(command, fault)
+def killed_once(process: Program, fault: str, seconds: float) -> str:
+    """Kill what was started, unless the named point does so, after so many seconds. What happened, for the record."""
     try:
         process.communicate(timeout=300 if fault else seconds)
     except subprocess.TimeoutExpired:
-        kill_all(process)
+        process.kill()
+        process.communicate()
         return f"killed after {seconds:.1f} s"
     return f"killed at {fault}" if process.returncode != 0 else "finished before the kill"
 
@@ -146,22 +149,32 @@ def curve(run: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("loss")]
 
 
-def storm(scenario: Scenario, kills: list[tuple[str, float]], tiny_flags: list[str], folder: Path) -> dict:
+def storm(
+    scenario: Scenario,
+    kills: list[tuple[str, float]],
+    tiny_flags: list[str],
+    folder: Path,
+    program: Callable[[list[str], int, str], Program] = Program,
+) -> dict:
     """One scenario: a reference, runs killed again and again, and what differs in the end.
 
     A run that comes to its end before its next kill is compared, and another one takes its place.
     """
+
+    def start(output_dir: Path, *flags: str, fault: str = "") -> Program:
+        return program([*scenario.command(output_dir, tiny_flags), *flags], scenario.processes, fault)
+
     reference, run = folder / "reference", folder / "run 0"
-    run_to_the_end(scenario.command(reference, tiny_flags))
+    run_to_the_end(start(reference))
     if scenario.budget is not None:
-        run_to_the_end([*scenario.command(run, tiny_flags), f"--max_train_seconds={scenario.budget}"])
+        run_to_the_end(start(run, f"--max_train_seconds={scenario.budget}"))
     events, found, runs = [], [], 1
     for fault, seconds in kills:
-        events.append(killed_once(scenario.command(run, tiny_flags), fault, seconds))
+        events.append(killed_once(start(run, fault=fault), fault, seconds))
         if not events[-1].startswith("killed"):
             found += differences(run, reference)
             run, runs = folder / f"run {runs}", runs + 1
-    run_to_the_end(scenario.command(run, tiny_flags))
+    run_to_the_end(start(run))
     return {
         "scenario": scenario.name,
         "runs": runs,
@@ -196,7 +209,9 @@ def main() -> None:
         tiny_flags = make_tiny_flags(make_tiny_network(folder / "network"), folder / "cache")
         for scenario in SCENARIOS:
             place = folder / scenario.name
-            longest = 1.2 * run_to_the_end(scenario.command(place / "first", tiny_flags))
+            begin = time.monotonic()
+            run_to_the_end(Program(scenario.command(place / "first", tiny_flags), scenario.processes))
+            longest = 1.2 * (time.monotonic() - begin)
             results.append(storm(scenario, random_kills(arguments.kills, generator, longest), tiny_flags, place))
             shown = results[-1]["differences"] or "none"
             record = {"seed": arguments.seed, "cores": os.cpu_count(), "points": list(POINTS), "scenarios": results}

@@ -1,8 +1,6 @@
 """Samplers that learn: what they learn, and that processes and resumed runs learn the same."""
 
 import json
-import os
-import subprocess
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -10,9 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 import torch
-from conftest import ROOT, metrics_of, run_training
+from conftest import metrics_of, run_training
 from safetensors.torch import load_file, save_file
 from scipy.stats import beta, kstest
 from sklearn.feature_selection import SelectKBest, f_regression
@@ -230,13 +229,11 @@ def flags_of(name: str, base: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two_processes(tiny_flags, network_without_dropout, tmp_path_factory) -> Path:
-    """Both samplers with two processes and accumulation, one after the other in one launch."""
+    """Both samplers with two processes and accumulation."""
     folder = tmp_path_factory.mktemp("two")
     base = [*tiny_flags, f"--model_config_name_or_path={network_without_dropout}", "--train_batch_size=4"]
-    runs = {name: flags_of(name, base) for name in LEARNING}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run([*command, str(folder), json.dumps(runs)], env=environment, check=True, timeout=300)
+    for name in LEARNING:
+        preloaded.run([__file__, folder / name, folder / f"run of {name}", *flags_of(name, base)], processes=2)
     return folder
 
 
@@ -259,7 +256,5 @@ def test_two_processes_learn_and_draw_what_one_does(name, two_processes, tiny_fl
 
 
 if __name__ == "__main__":
-    folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
-    for attempt, (name, flags) in enumerate(runs.items()):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # a second group of processes, as after a restart
-        note(folder / name, partial(run_training, folder / f"run of {name}", flags))
+    name, output_dir, *flags = sys.argv[1:]
+    note(Path(name), partial(run_training, Path(output_dir), flags))

@@ -4,13 +4,12 @@ import csv
 import json
 import logging
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
-from conftest import ROOT, run_script
+from conftest import run_script
 from evaluation_helpers import network, read_csv  # noqa: F401 (a fixture)
 
 from common.errors import UserError
@@ -135,11 +134,10 @@ def test_every_class_has_a_row(by_class):
 
 
 def test_two_processes_read_what_one_reads(by_class, class_run, network, cache_dir, tmp_path):  # noqa: F811
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "evaluate.py"]
     run = shutil.copytree(class_run, tmp_path / "run", ignore=shutil.ignore_patterns("generated"))
     flags = [f"--features={network}", f"--cache_dir={cache_dir}", f"--run_dir={run}", "--dataloader_num_workers=0"]
     sampled = ["--checkpoints=6", "--num_images=100", "--batch_size=50", "--ddim", "--num_inference_steps=2"]
-    subprocess.run([*command, *flags, *sampled], cwd=ROOT, check=True, capture_output=True, timeout=300)
+    preloaded.run(["evaluate.py", *flags, *sampled], processes=2)
     expected, (found,) = (read_csv(folder / "evaluation_results.csv") for folder in (by_class, run))
     assert found["as_asked@100"] == expected[0]["as_asked@100"]
     assert float(found["fd_tiny_vision@100"]) == pytest.approx(float(expected[0]["fd_tiny_vision@100"]), abs=1e-6)

@@ -8,13 +8,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import preloaded
 import pytest
 import torch
 from conftest import losses_of, metrics_of
 from datasets import ClassLabel
 from diffusers import UNet2DConditionModel, UNet2DModel
 from safetensors.torch import load_file
-from test_processes import launch, torchrun
 from test_training import assert_same_checkpoint
 
 from common.errors import RunFailed, UserError
@@ -317,7 +317,7 @@ def test_two_processes_make_the_same_run(text_flags, train_conditional, tmp_path
     (tmp_path / "network" / "config.json").write_text(json.dumps({**network, "dropout": 0.0}))
     flags += [f"--model_config_name_or_path={tmp_path / 'network'}"]
     alone = train_conditional(tmp_path / "alone", base=flags)
-    launch(torchrun(2), [*flags, f"--output_dir={tmp_path / 'two'}"], script="train_conditional.py")
+    preloaded.run(["train_conditional.py", *flags, f"--output_dir={tmp_path / 'two'}"], processes=2)
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(alone), rel=1e-5)
     assert len(metrics_of(alone)) == 4
 

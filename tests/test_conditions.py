@@ -5,13 +5,14 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 import torch
 from conftest import run_training
 from diffusers import UNet2DConditionModel, UNet2DModel
 from huggingface_hub.utils import filter_repo_objects
 from PIL import Image
-from test_generation import TWO_PROCESSES, generate, hashes, start
+from test_generation import generate, hashes
 
 from common.errors import UserError
 from conditions.condition import ClassCondition
@@ -81,9 +82,7 @@ def test_two_processes_and_an_interruption_change_nothing(by_text, tmp_path):
     flags = [*FAST, "--prompt", "a handwritten seven", "--prompt", "the digit one", "--guidance_scale=2"]
     flags += ["--num_images=40", "--batch_size=8"]
     generate(by_text, *flags, f"--output_dir={tmp_path / 'alone'}")
-    process = start(by_text, *flags, f"--output_dir={tmp_path / 'two'}", launcher=TWO_PROCESSES)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
+    preloaded.run(["generate.py", by_text, *flags, f"--output_dir={tmp_path / 'two'}"], processes=2)
     assert hashes(tmp_path / "two") == hashes(tmp_path / "alone")
     for image in ("000003", "000017"):
         (tmp_path / "alone" / "images" / f"{image}.png").unlink()

@@ -1,14 +1,12 @@
 """evaluate.py from flags to tables, of images against images."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 import torch
-from conftest import ROOT
 from evaluation_helpers import evaluate, metrics_in, network, read_csv, run  # noqa: F401
 from PIL import ExifTags, Image
 
@@ -87,10 +85,9 @@ def test_two_processes_find_what_one_finds(evaluate, generated, real, network, c
     """To float64 rounding. Of the 25 generated images, which fit in one batch, the second process gets none."""
     more = write_folder(tmp_path / "more", draw_images(25, seed=0))
     expected = metrics_in(measure(evaluate, more, real, tmp_path / "one", "--feature_batch_size=28"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "evaluate.py"]
     flags = [f"--features={network}", f"--cache_dir={tmp_path / 'cache'}", f"--generated={more}", f"--real={real}",
              "--dataloader_num_workers=0", "--feature_batch_size=28", f"--output_dir={tmp_path / 'two'}"]  # fmt: skip
-    subprocess.run([*command, *flags], cwd=ROOT, check=True, capture_output=True, timeout=300)
+    preloaded.run(["evaluate.py", *flags], processes=2)
     found = metrics_in(read_csv(tmp_path / "two" / "evaluation_results.csv")[0])
     # Normalised features have a covariance with an eigenvalue of zero, and FID takes the root of its rounding.
     distance = "fd_tiny_vision@25"

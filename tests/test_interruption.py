@@ -9,9 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import preloaded
 import psutil
 import pytest
 from conftest import ROOT, losses_of, metrics_of
+from test_processes import ACCELERATE, TORCHRUN
 
 from common.interruption import EXIT_INTERRUPTED, EXIT_KILLED_BY_PERSON, SAME_KEY_PRESS_SECONDS
 from run_folder.checkpoints import checkpoints, verify
@@ -23,11 +25,25 @@ LONG = [f"--max_train_steps={STEPS}", "--checkpointing_steps=100000", "--save_im
 class Run:
     """The training script in a process of its own, with its output in a file to look into while it runs."""
 
-    def __init__(self, flags: list[str], output_dir: Path, launcher: list[str] | None = None, **environment: str):
+    process: subprocess.Popen | preloaded.Process
+
+    def __init__(
+        self,
+        flags: list[str],
+        output_dir: Path,
+        launcher: list[str] | None = None,
+        processes: int = 1,
+        **environment: str,
+    ):
+        """Start it by a launcher, of which `[sys.executable]` is the least, or from the server."""
         self.output_dir = output_dir
         self.log = output_dir.with_name(f"{output_dir.name}.{time.monotonic_ns()}.log")
-        command = [*(launcher or [sys.executable]), "train_unconditional.py", *flags, f"--output_dir={output_dir}"]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+        command = ["train_unconditional.py", *flags, f"--output_dir={output_dir}"]
+        if launcher is None:
+            self.process = preloaded.Process(command, processes, log=self.log, **environment)
+            return
+        variables = {**os.environ, **preloaded.ENVIRONMENT}
+        command = [*launcher, *command]
         with self.log.open("wb") as log:
             # A session of its own: a signal to its group reaches all of it and nothing of the tests.
             self.process = subprocess.Popen(
@@ -53,10 +69,6 @@ class Run:
         return self.process.wait(patience)
 
 
-def torchrun(*flags: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *flags]
-
-
 def assert_saved(run: Run) -> int:
     """The newest checkpoint is whole and is of the last line of metrics."""
     newest = checkpoints(run.output_dir)[-1]
@@ -66,10 +78,10 @@ def assert_saved(run: Run) -> int:
     return step
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_the_same_command_continues(number, tiny_flags, tmp_path):
+@pytest.mark.parametrize(("number", "launcher"), [(signal.SIGTERM, None), (signal.SIGINT, [sys.executable])])
+def test_a_signal_saves_and_the_same_command_continues(number, launcher, tiny_flags, tmp_path):
     flags = [*tiny_flags, *LONG]
-    run = Run(flags, tmp_path / "run")
+    run = Run(flags, tmp_path / "run", launcher)
     run.wait_for_steps(3)
     run.process.send_signal(number)
     assert run.end() == EXIT_INTERRUPTED
@@ -94,12 +106,7 @@ def test_data_workers_do_not_stand_in_the_way(tiny_flags, tmp_path):
     assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
 
 
-ACCELERATE = [str(Path(sys.executable).parent / "accelerate"), "launch", "--multi_gpu", "--num_processes=2"]
-
-
-@pytest.mark.parametrize(
-    "launcher", [torchrun(), [*ACCELERATE, "--main_process_port=0"]], ids=["torchrun", "accelerate"]
-)
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
 def test_under_a_launcher_all_processes_stop_at_the_same_step(launcher, tiny_flags, tmp_path):
     run = Run([*tiny_flags, *LONG, "--train_batch_size=8"], tmp_path / "run", launcher)
     run.wait_for_steps(3)
@@ -111,14 +118,9 @@ def test_under_a_launcher_all_processes_stop_at_the_same_step(launcher, tiny_fla
 
 def test_one_process_of_two_is_signalled(tiny_flags, tmp_path):
     """As when a scheduler signals one machine: the others hear of it."""
-    run = Run([*tiny_flags, *LONG, "--train_batch_size=8"], tmp_path / "run", torchrun())
+    run = Run([*tiny_flags, *LONG, "--train_batch_size=8"], tmp_path / "run", processes=2)
     run.wait_for_steps(3)
-    second = [
-        process
-        for process in psutil.Process(run.process.pid).children(recursive=True)
-        if process.environ().get("RANK") == "1"
-    ]
-    second[0].send_signal(signal.SIGTERM)
+    os.kill(run.process.pids[1], signal.SIGTERM)
     run.end()
     step = assert_saved(run)
     assert f"saved at step {step}" in run.output
@@ -156,9 +158,8 @@ def test_a_second_interrupt_stops_at_once(tiny_flags, tmp_path):
     )
     script = tmp_path / "endless.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{program}")
-    log = (tmp_path / "log").open("wb+")
-    command = [sys.executable, str(script), *tiny_flags, *LONG, f"--output_dir={tmp_path / 'run'}"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    command = [script, *tiny_flags, *LONG, f"--output_dir={tmp_path / 'run'}"]
+    process = preloaded.Process(command, log=tmp_path / "log")
     end = time.monotonic() + 120
     while b"in the step" not in (tmp_path / "log").read_bytes():
         assert process.poll() is None

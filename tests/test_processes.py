@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 import torch
 from conftest import ROOT, losses_of, metrics_of
@@ -16,13 +17,11 @@ BIN = Path(sys.executable).parent
 FLAGS = ["--max_train_steps=6", "--save_images_steps=3", "--checkpointing_steps=3", "--dropout=0"]
 
 
-def launch(
-    launcher: list[str], flags: list[str], succeed: bool = True, script: str = "train_unconditional.py"
-) -> subprocess.CompletedProcess:
+def launch(launcher: list[str], flags: list[str], succeed: bool = True) -> subprocess.CompletedProcess:
     # One thread each: two processes with two threads on two cores stand in each other's way.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [*launcher, script, *flags],
+        [*launcher, "train_unconditional.py", *flags],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -33,8 +32,8 @@ def launch(
     return done
 
 
-def torchrun(processes: int) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+ACCELERATE = [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +51,15 @@ def alone(flags, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "launcher",
     [
-        torchrun(2),
-        [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"],
+        TORCHRUN,
+        ACCELERATE,
     ],
     ids=["torchrun", "accelerate-multi"],
 )
 def test_two_processes_make_the_same_run(launcher, flags, alone, tmp_path):
     run = tmp_path / "run"
     # Under torchrun with accumulation as well.
-    per_device = 4 if launcher == torchrun(2) else 8
+    per_device = 4 if launcher == TORCHRUN else 8
     done = launch(launcher, [*flags, f"--output_dir={run}", f"--train_batch_size={per_device}"])
     assert "Num processes: 2" in done.stderr
     assert done.stderr.count("***** Running training *****") == 1
@@ -93,7 +92,7 @@ def test_accelerate_launch_starts_one_process_on_the_cpu(device, flags, tmp_path
 
 def test_a_fresh_process_continues_bit_for_bit(flags, alone, tmp_path):
     run = tmp_path / "run"
-    launch([sys.executable], [*flags, f"--output_dir={run}", "--max_train_steps=3"])
+    preloaded.run(["train_unconditional.py", *flags, f"--output_dir={run}", "--max_train_steps=3"])
     launch([sys.executable], [*flags, f"--output_dir={run}"])
     assert losses_of(run) == losses_of(alone)
     for name in ("unet/diffusion_pytorch_model", "unet_ema/diffusion_pytorch_model", "optimizer"):
@@ -107,7 +106,7 @@ def test_two_processes_repeat_themselves_with_dropout(tiny_flags, tmp_path):
     for number in range(2):
         runs.append(tmp_path / f"run {number}")
         flags = [*tiny_flags, "--train_batch_size=8", "--max_train_steps=3", f"--output_dir={runs[-1]}"]
-        launch(torchrun(2), flags)
+        preloaded.run(["train_unconditional.py", *flags], processes=2)
     assert losses_of(runs[0]) == losses_of(runs[1])
 
 
@@ -115,9 +114,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(flags, tmp_path):
     done = launch([sys.executable], [*flags, "--resoluton=8"], succeed=False)
     assert done.returncode == 2
     assert done.stderr == ("train_unconditional.py: error: unknown flag --resoluton=8; did you mean --resolution?\n")
-    done = launch([sys.executable], ["--dataset_name=/nowhere", f"--output_dir={tmp_path / 'run'}"], succeed=False)
+    run = ["train_unconditional.py", f"--output_dir={tmp_path / 'run'}"]
+    done = preloaded.run([*run, "--dataset_name=/nowhere"], succeed=False)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("train_unconditional.py: error: ")
-    done = launch(torchrun(2), [*flags, "--train_batch_size=5"], succeed=False)
+    done = preloaded.run([*run, *flags, "--train_batch_size=5"], processes=2, succeed=False)
     assert done.stderr.count("train_unconditional.py: error: --total_batch_size 16 is not 5 per device") == 1

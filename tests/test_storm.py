@@ -1,21 +1,25 @@
 """A short storm: real kills of real processes. `make faults` is the long one."""
 
+import preloaded
 import pytest
 from conftest import losses_of
-from storm import POINTS, SCENARIOS, killed_once, storm
-from test_processes import launch, torchrun
+from storm import POINTS, SCENARIOS, Program, Scenario, differences, killed_once, run_to_the_end, storm
 
 # Inside a save, between a line of metrics and its checkpoint, in the middle of a step, and at some moment.
 KILLS = {
-    "one process": [("save-file@8", 0), ("metrics@7", 0), ("prune@1", 0), ("", 4.0)],
-    "two processes": [("update@50", 0), ("", 8.0)],
+    "one process": [("save-file@8", 0), ("metrics@7", 0), ("prune@1", 0), ("", 1.0)],
+    "two processes": [("update@50", 0), ("", 2.0)],
     "a budget of training time": [("grid@2", 0)],
 }
 
 
+def start(command: list[str], processes: int, fault: str = "") -> preloaded.Process:
+    return preloaded.Process(command, processes, EXACT_DDPM_FAULT=fault)
+
+
 @pytest.mark.parametrize("scenario", [each for each in SCENARIOS if each.name in KILLS], ids=lambda each: each.name)
 def test_interrupted_equals_uninterrupted(scenario, tiny_flags, tmp_path):
-    result = storm(scenario, KILLS[scenario.name], tiny_flags, tmp_path)
+    result = storm(scenario, KILLS[scenario.name], tiny_flags, tmp_path, start)
     assert result["differences"] == []
     at_points = [fault for fault, _ in KILLS[scenario.name] if fault]
     assert [event for event in result["events"] if "@" in event] == [f"killed at {fault}" for fault in at_points]
@@ -33,7 +37,8 @@ def test_every_point_is_one(tiny_flags, tmp_path):
 
 def test_one_process_then_two_then_one(tiny_flags, network_without_dropout, tmp_path):
     """The total batch is held by accumulation; the losses are those of one process throughout."""
-    flags = [
+    command = [
+        "train_unconditional.py",
         *tiny_flags,
         f"--model_config_name_or_path={network_without_dropout}",
         "--total_batch_size=16",
@@ -43,31 +48,27 @@ def test_one_process_then_two_then_one(tiny_flags, network_without_dropout, tmp_
     parts, whole = tmp_path / "parts", tmp_path / "whole"
     outputs = []
     for processes, steps in ((1, 4), (2, 8), (1, 12)):
-        launcher = torchrun(processes)
-        outputs.append(launch(launcher, [*flags, f"--max_train_steps={steps}", f"--output_dir={parts}"]).stderr)
-    launch(torchrun(1), [*flags, "--max_train_steps=12", f"--output_dir={whole}"])
+        part = [*command, f"--max_train_steps={steps}", f"--output_dir={parts}"]
+        outputs.append(preloaded.run(part, processes).stderr)
+    preloaded.run([*command, "--max_train_steps=12", f"--output_dir={whole}"])
     assert losses_of(parts) == pytest.approx(losses_of(whole), rel=1e-5)
-    assert [
-        f"Gradient Accumulation steps = {count}" in output for count, output in zip((2, 1, 2), outputs, strict=True)
-    ]
+    for count, output in zip((2, 1, 2), outputs, strict=True):
+        assert f"Gradient Accumulation steps = {count}" in output
     assert not any("Other settings" in output for output in outputs)
 
 
 def test_a_total_that_cannot_be_held_is_an_error(tiny_flags, tmp_path):
     flags = [*tiny_flags, "--total_batch_size=16", "--train_batch_size=16", f"--output_dir={tmp_path / 'run'}"]
-    done = launch(torchrun(2), flags, succeed=False)
+    done = preloaded.run(["train_unconditional.py", *flags], processes=2, succeed=False)
     assert "--total_batch_size 16 is not 16 per device" in done.stderr
 
 
 def test_the_restarts_of_torchrun(tiny_flags, tmp_path):
     """One worker of two is killed; torchrun starts both again and the run ends as if nothing had been."""
-    from storm import Scenario, differences, run_to_the_end
-
-    scenario = Scenario("two processes", processes=2)
+    scenario = Scenario("two processes", processes=2, flags=["--max_train_steps=50"])
     reference, run = tmp_path / "reference", tmp_path / "run"
-    run_to_the_end(scenario.command(reference, tiny_flags))
-    command = scenario.command(run, tiny_flags)
-    command.insert(command.index("train_unconditional.py"), "--max-restarts=3")
+    run_to_the_end(start(scenario.command(reference, tiny_flags), 2))
     # A fault in the environment would strike every restart at the same visit, but visits start at the checkpoint.
-    assert killed_once(command, "save-renamed@2", 0) == "finished before the kill"
+    killed = Program(scenario.command(run, tiny_flags), 2, "save-renamed@2", restarts=3)
+    assert killed_once(killed, "save-renamed@2", 0) == "finished before the kill"
     assert differences(run, reference) == []
