@@ -18,6 +18,14 @@ import pytest  # noqa: E402
 ROOT = Path(__file__).parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
+# What takes longest comes first, so that no worker is left with it when the others have nothing more to take over.
+LONGEST = "storm interruption processes generation pipeline conditioning inception publish asked adaptive".split()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
 
 def make_tiny_network(folder: Path, **settings: object) -> Path:
     """The paper's network with few channels, for 8x8 grey images: a step takes milliseconds."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import preloaded
 import psutil
 import pytest
-from conftest import ROOT, losses_of, metrics_of
+from conftest import ROOT, metrics_of
 from test_processes import ACCELERATE, TORCHRUN
 
 from common.interruption import EXIT_INTERRUPTED, EXIT_KILLED_BY_PERSON, SAME_KEY_PRESS_SECONDS
@@ -127,14 +127,14 @@ def test_one_process_of_two_is_signalled(tiny_flags, tmp_path):
 
 
 def test_stopped_while_sampling_the_grid_comes_later(tiny_flags, tmp_path):
-    flags = [*tiny_flags, "--max_train_steps=3", "--save_images_steps=2", "--ddpm_num_inference_steps=1000"]
-    run = Run([*flags, "--eval_batch_size=64"], tmp_path / "run")
+    flags = [*tiny_flags, "--max_train_steps=3", "--save_images_steps=2"]
+    run = Run([*flags, "--eval_batch_size=64", "--ddpm_num_inference_steps=1000"], tmp_path / "run")
     run.wait_for(lambda: "Sampling" in run.output)
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == EXIT_INTERRUPTED
     assert assert_saved(run) == 2
     assert not (tmp_path / "run" / "samples" / "step-2.png").exists()
-    assert Run([*flags, "--eval_batch_size=4"], tmp_path / "run").end() == 0
+    assert Run(flags, tmp_path / "run").end() == 0
     assert (tmp_path / "run" / "samples" / "step-2.png").exists()
 
 
@@ -219,9 +219,9 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_does_not_lose_the_run(tiny_flags, small_disk, tmp_path):
     """Filled while the run goes on; emptied again; the next save succeeds and the run ends well."""
-    flags = [*tiny_flags, "--max_train_steps=1500", "--checkpointing_steps=50", "--save_images_steps=100000"]
-    run = Run([*flags, "--checkpoints_total_limit=1"], small_disk / "run")
-    run.wait_for(lambda: "checkpoint-50" in run.output)
+    flags = [*tiny_flags, *LONG, "--checkpointing_steps=20", "--checkpoints_total_limit=1"]
+    run = Run(flags, small_disk / "run")
+    run.wait_for(lambda: "checkpoint-20" in run.output)
     filler = small_disk / "filler"
     with filler.open("wb", buffering=0) as file:
         try:
@@ -235,9 +235,11 @@ def test_a_full_disk_does_not_lose_the_run(tiny_flags, small_disk, tmp_path):
     assert good
     verify(good[-1])
     filler.unlink()
-    assert run.end() == 0
+    run.wait_for(lambda: checkpoints(run.output_dir)[-1] != good[-1])
     assert "the next save tries again" in run.output
-    verify(checkpoints(run.output_dir)[-1])
-    assert checkpoints(run.output_dir)[-1].name == "checkpoint-1500"
-    assert losses_of(run.output_dir)
+    run.process.terminate()
+    assert run.end() == EXIT_INTERRUPTED
+    step = assert_saved(run)
+    assert Run([*flags, f"--max_train_steps={step + 2}"], small_disk / "run").end() == 0
+    assert metrics_of(run.output_dir)[-1]["step"] == step + 2
     shutil.rmtree(run.output_dir)

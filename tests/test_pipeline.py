@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from conftest import make_tiny_flags, make_tiny_network, run_training
 
 from common.randomness import standard_normal
 from schedulers.ddpm import ExactDDPMScheduler
@@ -26,10 +29,20 @@ np.save(sys.argv[2], images)
 """
 
 
-def test_stock_diffusers_draws_the_same_images(train, tmp_path):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, cache_dir) -> Path:
+    """A hundred steps of the least network: what matters here is taken a thousand times."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "block_out_channels": (8,)}
+    flags = make_tiny_flags(make_tiny_network(folder / "network", **blocks), cache_dir)
+    return run_training(
+        folder / "run", [*flags, "--max_train_steps=100", "--learning_rate=2e-3", "--logging_steps=100"]
+    )
+
+
+def test_stock_diffusers_draws_the_same_images(run, tmp_path):
     from diffusers import DDPMPipeline
 
-    run = train(tmp_path / "run", "--max_train_steps=300", "--learning_rate=2e-3", "--logging_steps=100")
     subprocess.run([sys.executable, "-c", STOCK, str(run), str(tmp_path / "stock.npy")], cwd=tmp_path, check=True)
     stock = np.load(tmp_path / "stock.npy")
 
@@ -46,11 +59,10 @@ def test_stock_diffusers_draws_the_same_images(train, tmp_path):
     assert difference < LARGEST_DIFFERENCE
 
 
-def test_the_denoising_loop_is_that_of_the_stock_scheduler(train, tmp_path, monkeypatch):
+def test_the_denoising_loop_is_that_of_the_stock_scheduler(run, monkeypatch):
     """`denoise`, which draws the grids, against the stock scheduler's step with the same noise."""
     from diffusers import DDPMPipeline
 
-    run = train(tmp_path / "run", "--max_train_steps=100", "--learning_rate=2e-3", "--logging_steps=100")
     pipeline = DDPMPipeline.from_pretrained(run)
     seeds = torch.arange(4)
     exact = ExactDDPMScheduler.from_config(pipeline.scheduler.config)
