@@ -71,10 +71,10 @@ SCENARIOS = [
 class Program(subprocess.Popen):
     """Python, or as many as torchrun starts."""
 
-    def __init__(self, command: list[str], processes: int = 1, fault: str = "", restarts: int = 0):
+    def __init__(self, command: list[str], processes: int = 1, fault: str = ""):
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         super().__init__(
-            [sys.executable, *([*torchrun, f"--max-restarts={restarts}"] if processes > 1 else []), *command],
+            [sys.executable, *(torchrun if processes > 1 else []), *command],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "EXACT_DDPM_FAULT": fault},
             stdout=subprocess.PIPE,

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import preloaded
 import pytest
 import torch
-from conftest import ROOT, help_of, make_tiny_flags, run_script, run_training
+from conftest import help_of, make_tiny_flags, run_script, run_training
 from PIL import Image
 from test_processes import TORCHRUN
 
@@ -41,13 +40,6 @@ def run(tiny_network, cache_dir, tmp_path_factory) -> Path:
 def generate(*flags: object) -> None:
     """The script in this process."""
     run_script("generate", *flags)
-
-
-def torchrun(*flags: object) -> subprocess.Popen:
-    """Two processes of the script."""
-    command = [*TORCHRUN, "generate.py", *map(str, flags)]
-    variables = {**os.environ, **preloaded.ENVIRONMENT}
-    return subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True)
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -82,7 +74,7 @@ def reference(run, tmp_path_factory) -> Path:
 def test_an_interrupted_job_on_two_processes_ends_in_the_same_files(run, tmp_path):
     """SIGTERM in the middle, the same command again, and the files of a single process that was left alone."""
     flags = [run, "--ddim", "--num_inference_steps=20", "--num_images=400", "--batch_size=8"]
-    process = torchrun(*flags, f"--output_dir={tmp_path / 'two'}")
+    process = preloaded.Process([*TORCHRUN, "generate.py", *flags, f"--output_dir={tmp_path / 'two'}"])
     end = time.monotonic() + 120
     while len(hashes(tmp_path / "two")) < 16 and process.poll() is None and time.monotonic() < end:
         time.sleep(0.02)

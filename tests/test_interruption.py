@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import preloaded
@@ -22,6 +23,9 @@ STEPS = 4000  # more than any of these runs gets to make
 LONG = [f"--max_train_steps={STEPS}", "--checkpointing_steps=100000", "--save_images_steps=100000"]
 
 
+PLAIN = [sys.executable]  # as a user starts it
+
+
 class Run:
     """The training script in a process of its own, with its output in a file to look into while it runs."""
 
@@ -31,24 +35,20 @@ class Run:
         self,
         flags: list[str],
         output_dir: Path,
-        launcher: list[str] | None = None,
+        launcher: Sequence[object] = (),
         processes: int = 1,
         **environment: str,
     ):
-        """Start it by a launcher, of which `[sys.executable]` is the least, or from the server."""
         self.output_dir = output_dir
         self.log = output_dir.with_name(f"{output_dir.name}.{time.monotonic_ns()}.log")
-        command = ["train_unconditional.py", *flags, f"--output_dir={output_dir}"]
-        if launcher is None:
+        command = [*launcher, "train_unconditional.py", *flags, f"--output_dir={output_dir}"]
+        if launcher == PLAIN:
+            variables = {**os.environ, **preloaded.ENVIRONMENT}
+            with self.log.open("wb") as log:
+                self.process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log)
+        else:
+            # In a session of its own: a signal to its group reaches all of it and nothing of the tests.
             self.process = preloaded.Process(command, processes, log=self.log, **environment)
-            return
-        variables = {**os.environ, **preloaded.ENVIRONMENT}
-        command = [*launcher, *command]
-        with self.log.open("wb") as log:
-            # A session of its own: a signal to its group reaches all of it and nothing of the tests.
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
 
     @property
     def output(self) -> str:
@@ -78,7 +78,7 @@ def assert_saved(run: Run) -> int:
     return step
 
 
-@pytest.mark.parametrize(("number", "launcher"), [(signal.SIGTERM, None), (signal.SIGINT, [sys.executable])])
+@pytest.mark.parametrize(("number", "launcher"), [(signal.SIGTERM, []), (signal.SIGINT, PLAIN)])
 def test_a_signal_saves_and_the_same_command_continues(number, launcher, tiny_flags, tmp_path):
     flags = [*tiny_flags, *LONG]
     run = Run(flags, tmp_path / "run", launcher)

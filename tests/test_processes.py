@@ -17,23 +17,16 @@ BIN = Path(sys.executable).parent
 FLAGS = ["--max_train_steps=6", "--save_images_steps=3", "--checkpointing_steps=3", "--dropout=0"]
 
 
-def launch(launcher: list[str], flags: list[str], succeed: bool = True) -> subprocess.CompletedProcess:
-    # One thread each: two processes with two threads on two cores stand in each other's way.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*launcher, "train_unconditional.py", *flags],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (done.returncode == 0) is succeed, done.stderr
-    return done
+# The launchers need not import torch either, but what they start does.
+TORCHRUN = [BIN / "torchrun", "--standalone", "--nproc_per_node=2"]
+ACCELERATE = [BIN / "accelerate", "launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-ACCELERATE = [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
+def train(flags: list[str]) -> subprocess.CompletedProcess:
+    """As a user starts it."""
+    command = [sys.executable, "train_unconditional.py", *flags]
+    environment = {**os.environ, **preloaded.ENVIRONMENT}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +37,7 @@ def flags(tiny_flags, network_without_dropout) -> list[str]:
 @pytest.fixture(scope="module")
 def alone(flags, tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("alone") / "run"
-    launch([sys.executable], [*flags, f"--output_dir={run}"])
+    preloaded.run(["train_unconditional.py", *flags, f"--output_dir={run}"])
     return run
 
 
@@ -60,7 +53,8 @@ def test_two_processes_make_the_same_run(launcher, flags, alone, tmp_path):
     run = tmp_path / "run"
     # Under torchrun with accumulation as well.
     per_device = 4 if launcher == TORCHRUN else 8
-    done = launch(launcher, [*flags, f"--output_dir={run}", f"--train_batch_size={per_device}"])
+    flags = [*flags, f"--output_dir={run}", f"--train_batch_size={per_device}"]
+    done = preloaded.run([*launcher, "train_unconditional.py", *flags])
     assert "Num processes: 2" in done.stderr
     assert done.stderr.count("***** Running training *****") == 1
     assert losses_of(run) == pytest.approx(losses_of(alone), rel=1e-5)
@@ -75,7 +69,7 @@ def test_two_processes_make_the_same_run(launcher, flags, alone, tmp_path):
 
 def test_accelerate_launch_with_one_process(flags, alone, tmp_path):
     run = tmp_path / "run"
-    launch([str(BIN / "accelerate"), "launch"], [*flags, f"--output_dir={run}"])
+    preloaded.run([BIN / "accelerate", "launch", "train_unconditional.py", *flags, f"--output_dir={run}"])
     assert losses_of(run) == losses_of(alone)
 
 
@@ -84,8 +78,9 @@ def test_accelerate_launch_starts_one_process_on_the_cpu(device, flags, tmp_path
     """Another batch must not go unnoticed."""
     if torch.accelerator.is_available() and not device:
         pytest.skip("several processes are started on GPUs")
-    launcher = [str(BIN / "accelerate"), "launch", *device, "--num_processes", "2"]
-    done = launch(launcher, [*flags, f"--output_dir={tmp_path / 'run'}"], succeed=False)
+    launcher = [BIN / "accelerate", "launch", *device, "--num_processes", "2"]
+    command = [*launcher, "train_unconditional.py", *flags, f"--output_dir={tmp_path / 'run'}"]
+    done = preloaded.run(command, succeed=False)
     assert "train_unconditional.py: error: accelerate launch starts one process on the CPU" in done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -93,7 +88,8 @@ def test_accelerate_launch_starts_one_process_on_the_cpu(device, flags, tmp_path
 def test_a_fresh_process_continues_bit_for_bit(flags, alone, tmp_path):
     run = tmp_path / "run"
     preloaded.run(["train_unconditional.py", *flags, f"--output_dir={run}", "--max_train_steps=3"])
-    launch([sys.executable], [*flags, f"--output_dir={run}"])
+    done = train([*flags, f"--output_dir={run}"])
+    assert done.returncode == 0, done.stderr
     assert losses_of(run) == losses_of(alone)
     for name in ("unet/diffusion_pytorch_model", "unet_ema/diffusion_pytorch_model", "optimizer"):
         ours, theirs = (load_file(folder / "checkpoint-6" / f"{name}.safetensors") for folder in (run, alone))
@@ -111,7 +107,7 @@ def test_two_processes_repeat_themselves_with_dropout(tiny_flags, tmp_path):
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(flags, tmp_path):
-    done = launch([sys.executable], [*flags, "--resoluton=8"], succeed=False)
+    done = train([*flags, "--resoluton=8"])
     assert done.returncode == 2
     assert done.stderr == ("train_unconditional.py: error: unknown flag --resoluton=8; did you mean --resolution?\n")
     run = ["train_unconditional.py", f"--output_dir={tmp_path / 'run'}"]

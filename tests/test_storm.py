@@ -3,7 +3,8 @@
 import preloaded
 import pytest
 from conftest import losses_of
-from storm import POINTS, SCENARIOS, Program, Scenario, differences, killed_once, run_to_the_end, storm
+from storm import POINTS, SCENARIOS, Scenario, differences, killed_once, run_to_the_end, storm
+from test_processes import TORCHRUN
 
 # Inside a save, between a line of metrics and its checkpoint, in the middle of a step, and at some moment.
 KILLS = {
@@ -69,6 +70,6 @@ def test_the_restarts_of_torchrun(tiny_flags, tmp_path):
     reference, run = tmp_path / "reference", tmp_path / "run"
     run_to_the_end(start(scenario.command(reference, tiny_flags), 2))
     # A fault in the environment would strike every restart at the same visit, but visits start at the checkpoint.
-    killed = Program(scenario.command(run, tiny_flags), 2, "save-renamed@2", restarts=3)
-    assert killed_once(killed, "save-renamed@2", 0) == "finished before the kill"
+    command = [*TORCHRUN, "--max-restarts=3", *scenario.command(run, tiny_flags)]
+    assert killed_once(start(command, 1, "save-renamed@2"), "save-renamed@2", 0) == "finished before the kill"
     assert differences(run, reference) == []
