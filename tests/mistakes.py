@@ -50,6 +50,7 @@ class Case:
     words: tuple[str, ...]  # patterns: in the line of the error, or in all that was printed; with `!` nowhere
     code: int | tuple[int, ...] = 2
     given: dict[str, Change] = field(default_factory=dict)  # what is done to files before
+    needs: tuple[str, ...] = ()  # what else is to be there, of the workshop
     leaves: tuple[str, ...] = ()  # patterns of what may be new, changed or gone
     before: tuple[str, ...] = ()  # commands that are run first, whatever comes of them
     environment: dict[str, str] = field(default_factory=dict)
@@ -75,7 +76,7 @@ def prepare(case: Case, workshop: Workshop, folder: Path, held: ExitStack) -> No
     """Put what the case names into its folder, and do to it what the case wants."""
     (folder / "home").mkdir(parents=True)
     named = {part.split("/")[0] for text in (case.command, *case.before) for part in re.split(r"[ =]", text)}
-    named |= {path.split("/")[0] for path in case.given}
+    named |= {*case.needs, *(path.split("/")[0] for path in case.given)}
     for thing in named.intersection(workshop.things):
         workshop.copy(thing, folder)
     for pattern, change in case.given.items():
@@ -188,6 +189,7 @@ def main() -> None:
     forked.import_everything()
     with tempfile.TemporaryDirectory() as name:
         workshop = Workshop(Path(name) / "workshop")
+        workshop.make()
         results = try_all(cases, workshop, Path(name), arguments.jobs)
     report(results)
     bad = [(case, found) for case, found, _ in results if found]

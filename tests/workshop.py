@@ -16,38 +16,52 @@ from evaluation_helpers import make_vision_network
 from PIL import Image
 
 STEPS = "--max_train_steps=4 --checkpointing_steps=2 --save_images_steps=4".split()
+SHORT = "--ddim --num_inference_steps=2 --batch_size=4".split()
 CLASSES = ("cat", "dog")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "EXACT_DDPM_FAULT": "", "EXACT_DDPM_DEBUG": ""}
 
 
 class Workshop:
-    """A folder of things to copy; each is made once, by the scripts themselves where they make it."""
+    """A folder of things to copy; each is made when it is first wanted, by the scripts themselves where they make it."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self.cache, self.network = folder, folder / "cache", folder / "network"
         folder.mkdir(exist_ok=True)
-        self.cache = folder / "cache"
-        self.network = folder / "network"
-        for thing, make in (("network", make_tiny_network), ("text_network", make_text_network)):
-            if not (folder / thing).exists():
-                make(folder / thing)
-        for thing, make in (("encoder", make_text_encoder), ("vision", make_vision_network)):
-            if not (folder / thing).exists():
-                make(folder / thing)
-        for make in (self._make_images, self._make_archives, self._make_runs, self._make_measured):
-            if not (folder / f".{make.__name__}").exists():
+        self._makers = {
+            "network": lambda: make_tiny_network(folder / "network"),
+            "text_network": lambda: make_text_network(folder / "text_network"),
+            "encoder": lambda: make_text_encoder(folder / "encoder"),
+            "vision": lambda: make_vision_network(folder / "vision"),
+            "photos images captioned table samples.npz moments.npz parquet": self._make_images,
+            "photos.zip photos.tar": self._make_archives,
+            "prepared": self._make_prepared,
+            "run": lambda: self._train("run", "--logger=tensorboard"),
+            "learning_run": lambda: self._train("learning_run", "--timestep_sampler=loss_second_moment"),
+            "class_run": lambda: self._train("class_run", script="train_conditional.py"),
+            "text_run": self._make_text_run,
+            "pipeline": self._make_pipeline,
+            "generated": self._make_generated,
+            "statistics.safetensors": self._make_statistics,
+            "measured measured_too": self._make_measured,
+            "cache": lambda: self.make("run", "text_run", "measured"),  # which fill it
+        }
+        self.things = " ".join(self._makers).split()
+
+    def make(self, *things: str) -> None:
+        """Make things, or all of them."""
+        for names, make in self._makers.items():
+            done = self.folder / f".{names}"
+            if set(things or self.things).intersection(names.split()) and not done.exists():
                 make()
-                (folder / f".{make.__name__}").touch()
+                done.touch()
 
-    @property
-    def things(self) -> list[str]:
-        return [path.name for path in self.folder.iterdir() if not path.name.startswith(".")]
-
-    def flags(self, cache: Path | None = None) -> list[str]:
+    def flags(self) -> list[str]:
         """The flags of a tiny run."""
-        return make_tiny_flags(self.network, cache or self.cache)
+        self.make("network")
+        return make_tiny_flags(self.network, self.cache)
 
     def copy(self, thing: str, to: Path) -> None:
+        self.make(thing)
         source = self.folder / thing
         if source.is_dir():
             shutil.copytree(source, to / thing, symlinks=True)
@@ -83,35 +97,50 @@ class Workshop:
         parquet.write_table(table, self.folder / "parquet" / "train.parquet")
 
     def _make_archives(self) -> None:
+        self.make("photos")
         photos = sorted((self.folder / "photos").rglob("*.png"))
         with zipfile.ZipFile(self.folder / "photos.zip", "w") as file:
             for path in photos:
                 file.write(path, path.relative_to(self.folder))
         with tarfile.open(self.folder / "photos.tar", "w") as file:
             file.add(self.folder / "photos", "photos")
+
+    def _make_prepared(self) -> None:
+        self.make("photos")
         self.run("prepare_data.py", "photos", "--output=prepared", "--resolution=8", "--num_workers=0")
 
-    def _make_runs(self) -> None:
-        train, conditional = "train_unconditional.py", "train_conditional.py"
-        self.run(train, *self.flags(), *STEPS, "--logger=tensorboard", "--output_dir=run")
-        learning = "--timestep_sampler=loss_second_moment"
-        self.run(train, *self.flags(), *STEPS, learning, "--output_dir=learning_run")
-        self.run(conditional, *self.flags(), *STEPS, "--output_dir=class_run")
-        text = ("--condition=text", "--text_encoder=encoder", "--model_config_name_or_path=text_network")
-        self.run(conditional, *self.flags(), *STEPS, *text, "--output_dir=text_run")
-        pipeline = self.folder / "pipeline"
+    def _train(self, name: str, *flags: str, script: str = "train_unconditional.py") -> None:
+        self.run(script, *self.flags(), *STEPS, *flags, f"--output_dir={name}")
+
+    def _make_text_run(self) -> None:
+        self.make("encoder", "text_network")
+        flags = ("--condition=text", "--text_encoder=encoder", "--model_config_name_or_path=text_network")
+        self._train("text_run", *flags, script="train_conditional.py")
+
+    def _make_pipeline(self) -> None:
+        """What a run leaves for others: a pipeline and nothing else."""
+        self.make("run")
         for part in ("unet", "scheduler"):
-            shutil.copytree(self.folder / "run" / part, pipeline / part)
-        shutil.copy(self.folder / "run" / "model_index.json", pipeline)
+            shutil.copytree(self.folder / "run" / part, self.folder / "pipeline" / part)
+        shutil.copy(self.folder / "run" / "model_index.json", self.folder / "pipeline")
+
+    def _make_generated(self) -> None:
+        self.make("run")
+        self.run("generate.py", "run", *SHORT, "--num_images=4", "--output_dir=generated")
+
+    def _make_statistics(self) -> None:
+        self.make("images")
+        self._evaluate("--real=images", "--resolution=8", "--save_statistics=statistics.safetensors")
 
     def _make_measured(self) -> None:
-        short = ("--ddim", "--num_inference_steps=2", "--batch_size=4")
-        self.run("generate.py", "run", *short, "--num_images=4", "--output_dir=generated")
-        common = ("--features=vision", f"--cache_dir={self.cache}", "--dataloader_num_workers=0")
-        self.run("evaluate.py", *common, "--real=images", "--resolution=8", "--save_statistics=statistics.safetensors")
+        self.make("run")
         for name in ("measured", "measured_too"):
             shutil.copytree(self.folder / "run", self.folder / name)
-            self.run("evaluate.py", *common, f"--run_dir={name}", *short, "--num_images=10")
+            self._evaluate(f"--run_dir={name}", *SHORT, "--num_images=10")
+
+    def _evaluate(self, *flags: str) -> None:
+        self.make("vision")
+        self.run("evaluate.py", "--features=vision", f"--cache_dir={self.cache}", "--dataloader_num_workers=0", *flags)
 
 
 def png(array: np.ndarray, **options: object) -> bytes:
