@@ -33,7 +33,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 import forked  # noqa: E402
-from workshop import ENVIRONMENT, Workshop, contents_of, write  # noqa: E402
+from workshop import ENVIRONMENT, STEPS, Workshop, contents_of, write  # noqa: E402
 
 RECORD = ROOT / "docs" / "mistakes.json"
 MARKER = "MARKER"  # the file that planted code makes
@@ -65,9 +65,9 @@ class Case:
 
 
 def words_of(command: str, workshop: Workshop) -> list[str]:
-    """The command with the flags of a tiny run in the place of {tiny}, and of one that names its data of {small}."""
+    """The command with what stands for {tiny}, the flags of a tiny run, {small}, those of one that names its data, ..."""
     tiny = workshop.flags()
-    flags = {"{tiny}": tiny, "{small}": tiny[1:], "{cache}": [f"--cache_dir={workshop.cache}"]}
+    flags = {"{tiny}": tiny, "{small}": tiny[1:], "{steps}": STEPS, "{cache}": [f"--cache_dir={workshop.cache}"]}
     flags["{digits}"] = [str(ROOT / "configs" / "digits.yaml")]
     return [word for part in shlex.split(command) for word in flags.get(part, [part])]
 

@@ -15,6 +15,8 @@ from conftest import make_text_encoder, make_text_network, make_tiny_flags, make
 from evaluation_helpers import make_vision_network
 from PIL import Image
 
+from common.files import LOCK_FILE
+
 STEPS = "--max_train_steps=4 --checkpointing_steps=2 --save_images_steps=4".split()
 SHORT = "--ddim --num_inference_steps=2 --batch_size=4".split()
 CLASSES = ("cat", "dog")
@@ -22,7 +24,7 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "EXACT_DDPM_FAULT"
 
 
 class Workshop:
-    """A folder of things to copy; each is made when it is first wanted, by the scripts themselves where they make it."""
+    """A folder of things to copy, made when they are first wanted, by the scripts themselves where they make them."""
 
     def __init__(self, folder: Path):
         self.folder, self.cache, self.network = folder, folder / "cache", folder / "network"
@@ -86,7 +88,8 @@ class Workshop:
             write(self.folder / f"captioned/{number:02}.png", data)
         lines = [f'{{"file_name": "{number:02}.png", "text": "the digit one"}}\n' for number in range(12)]
         write(self.folder / "captioned/metadata.jsonl", "".join(lines).encode())
-        write(self.folder / "table/photos.csv", b"file_name,label\n" + b"".join(b"%02d.png,cat\n" % n for n in range(12)))
+        rows = b"".join(b"%02d.png,cat\n" % number for number in range(12))
+        write(self.folder / "table/photos.csv", b"file_name,label\n" + rows)
         for number, data in enumerate(encoded):
             write(self.folder / f"table/{number:02}.png", data)
         np.savez(self.folder / "samples.npz", arr_0=arrays)
@@ -163,7 +166,7 @@ def contents_of(folder: Path) -> dict[str, object]:
             key = str(path.relative_to(folder))
             if path.is_symlink():
                 found[key] = os.readlink(path)
-            elif path.is_file():
+            elif path.is_file() and name != LOCK_FILE:  # to read it would let go of a lock
                 found[key] = path.read_bytes()
             else:
                 found[key] = None
