@@ -60,9 +60,13 @@ def import_everything() -> None:
 
 
 def run(
-    command: Sequence[str], folder: Path, environment: dict[str, str] | None = None, stdout: str = "", timeout: float = 60
+    command: Sequence[str],
+    folder: Path,
+    environment: dict[str, str] | None = None,
+    stdout: str = "",
+    timeout: float = 60,
 ) -> Ended:
-    """Run `script.py arguments...` in the folder; stdout may be `closed`, a `pipe` that nobody reads, or a full disk."""
+    """Run `script.py arguments...` in the folder; stdout may be `closed`, a `pipe` that nobody reads, or `full`."""
     begin = time.monotonic()
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         sys.stdout.flush()
@@ -103,6 +107,7 @@ def _become(command: Sequence[str], folder: Path, environment: dict[str, str], o
         if kind == "closed":  # as an interpreter begins that finds it closed
             os.close(1)
             sys.stdout = None
+        sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
         sys.argv = list(command)
         code = _run_script(ROOT / command[0])
     finally:

@@ -31,14 +31,16 @@ if __name__ == "__main__":
 import forked  # noqa: E402
 import mistake_cases as cases  # noqa: E402
 import numpy as np  # noqa: E402
-from mistakes import MARKER, Case, report, try_all  # noqa: E402
+from mistakes import Case, report, try_all  # noqa: E402
 from PIL import Image  # noqa: E402
 from workshop import Workshop, write  # noqa: E402
 
 RECORD = ROOT / "docs" / "fuzz.json"
 MUTATIONS = 2000
 LONGEST = 30.0  # seconds of one command
-WORDS = b'nan NaN -1 0 1e999 99999999999999999999 -0.0 null true "" [] {} "x" .. ../../x /etc/passwd \xff \0 1.5 !!python'
+WORDS = (
+    b'nan NaN -1 0 1e999 99999999999999999999 -0.0 null true "" [] {} "x" .. ../../x /etc/passwd \xff \0 1.5 !!python'
+)
 NUMBERS = re.compile(rb'-?\d+(\.\d+)?|"[^"]*"|\b(null|true|false)\b')
 
 
@@ -86,7 +88,7 @@ def mutate(path: Path, seed: str) -> None:
     path.write_bytes(data)
 
 
-PLANTED = f"!!python/object/apply:os.system ['touch {MARKER}']".encode()
+PLANTED = cases.PLANTED_YAML.encode()
 
 
 # Files that are in no workshop.
@@ -123,56 +125,127 @@ CACHED_TABLE = cases.MEASURE_RUN.replace("{cache}", "--cache_dir=cache") + " --r
 VISUALIZE = f"{cases.VISUALIZE} --run_dir=run"
 
 TARGETS = [
-    *(Target(f"image {kind}", f"it/mutated.{kind.lower()}", PREPARE, partial(picture, kind), share=2)
-      for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "TGA", "JPEG2000")),
-    Target("image to train on", "data/mutated.png", f"{TRAIN} --train_data_dir=data --on_bad_image=skip --channels=3 --dry_run", partial(picture, "PNG")),
+    *(
+        Target(f"image {kind}", f"it/mutated.{kind.lower()}", PREPARE, partial(picture, kind), share=2)
+        for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "TGA", "JPEG2000")
+    ),
+    Target(
+        "image to train on",
+        "data/mutated.png",
+        f"{TRAIN} --train_data_dir=data --on_bad_image=skip --channels=3 --dry_run",
+        partial(picture, "PNG"),
+    ),
     Target("archive zip", "photos.zip", f"{cases.PREPARE} photos.zip --output=out", share=3),
     Target("archive tar", "photos.tar", f"{cases.PREPARE} photos.tar --output=out", share=3),
     Target("archive tar.gz", "it.tar.gz", f"{cases.PREPARE} it.tar.gz --output=out", compressed_tar, share=2),
     Target("CSV of photos", "table/photos.csv", f"{cases.PREPARE} table --output=out", text(CSV), share=2),
     Target("JSON lines of photos", "captioned/metadata.jsonl", f"{cases.PREPARE} captioned --output=out", share=2),
-    Target("JSON lines to train on", "captioned/metadata.jsonl", f"{TRAIN} --train_data_dir=captioned --channels=3 --dry_run"),
+    Target(
+        "JSON lines to train on",
+        "captioned/metadata.jsonl",
+        f"{TRAIN} --train_data_dir=captioned --channels=3 --dry_run",
+    ),
     Target("JSON of a preparation", "prepared/prepared.json", f"{cases.PREPARE} photos --output=prepared"),
     Target("npz of images", "samples.npz", f"{cases.EVALUATE} --real=photos --generated=samples.npz", share=2),
-    Target("npz of statistics", "it.npz", f"{cases.AGAINST} --statistics=it.npz --statistics_mode=legacy_tensorflow --modes=legacy_tensorflow",
-           text(cases.npz(mu=np.zeros(16), sigma=np.eye(16)))),
-    Target("parquet to measure", "parquet/train.parquet", f"{cases.EVALUATE} --real=photos --generated=parquet", share=2),
+    Target(
+        "npz of statistics",
+        "it.npz",
+        f"{cases.AGAINST} --statistics=it.npz --statistics_mode=legacy_tensorflow --modes=legacy_tensorflow",
+        text(cases.npz(mu=np.zeros(16), sigma=np.eye(16))),
+    ),
+    Target(
+        "parquet to measure", "parquet/train.parquet", f"{cases.EVALUATE} --real=photos --generated=parquet", share=2
+    ),
     Target("parquet to train on", "parquet/train.parquet", f"{TRAIN} --dataset_name=./parquet --channels=3 --dry_run"),
-    Target("arrow", "saved/data-00000-of-00001.arrow", f"{TRAIN} --dataset_name=./saved --channels=3 --dry_run", saved_data_set),
-    Target("JSON of a saved data set", "saved/state.json", f"{TRAIN} --dataset_name=./saved --channels=3 --dry_run", saved_data_set),
+    Target(
+        "arrow",
+        "saved/data-00000-of-00001.arrow",
+        f"{TRAIN} --dataset_name=./saved --channels=3 --dry_run",
+        saved_data_set,
+    ),
+    Target(
+        "JSON of a saved data set",
+        "saved/state.json",
+        f"{TRAIN} --dataset_name=./saved --channels=3 --dry_run",
+        saved_data_set,
+    ),
     Target("JSON of a network", "pipeline/unet/config.json", f"{cases.PIPELINE}", share=3),
     Target("JSON of a scheduler", "pipeline/scheduler/scheduler_config.json", cases.PIPELINE, share=3),
     Target("JSON of a pipeline", "pipeline/model_index.json", cases.PIPELINE),
-    Target("JSON of a network to train", "network/config.json", f"{cases.TRAIN} --output_dir=out --model_config_name_or_path=network --dry_run", share=2),
+    Target(
+        "JSON of a network to train",
+        "network/config.json",
+        f"{cases.TRAIN} --output_dir=out --model_config_name_or_path=network --dry_run",
+        share=2,
+    ),
     Target("JSON of a condition", "class_run/condition.json", f"{cases.WITH} --model=class_run --class_labels 1"),
     Target("JSON of samples", "generated/samples.json", cases.INTO, share=2),
     Target("JSON of a feature network", "vision/config.json", f"{cases.AGAINST} --real=photos"),
     Target("JSON of a processor", "vision/preprocessor_config.json", f"{cases.AGAINST} --real=photos"),
     Target("JSON of a text encoder", "encoder/config.json", f"{cases.BY_TEXT} --dry_run"),
     Target("JSON of a tokenizer", "encoder/tokenizer.json", f"{cases.BY_TEXT} --dry_run"),
-    Target("JSON of a manifest", "run/checkpoint-4/manifest.json", f"{cases.WITH} --model=run/checkpoint-4", refused=True, share=3),
-    Target("JSON of a state", "run/checkpoint-4/state.json", f"{cases.WITH} --model=run/checkpoint-4", refused=True, share=2),
-    Target("weights of a checkpoint", "run/checkpoint-4/unet_ema/diffusion_pytorch_model.safetensors", f"{cases.WITH} --model=run/checkpoint-4", refused=True, share=4),
+    Target(
+        "JSON of a manifest",
+        "run/checkpoint-4/manifest.json",
+        f"{cases.WITH} --model=run/checkpoint-4",
+        refused=True,
+        share=3,
+    ),
+    Target(
+        "JSON of a state",
+        "run/checkpoint-4/state.json",
+        f"{cases.WITH} --model=run/checkpoint-4",
+        refused=True,
+        share=2,
+    ),
+    Target(
+        "weights of a checkpoint",
+        "run/checkpoint-4/unet_ema/diffusion_pytorch_model.safetensors",
+        f"{cases.WITH} --model=run/checkpoint-4",
+        refused=True,
+        share=4,
+    ),
     Target("weights of a pipeline", "pipeline/unet/diffusion_pytorch_model.safetensors", cases.PIPELINE, share=3),
     Target("weights of a text encoder", "encoder/model.safetensors", f"{cases.BY_TEXT} --dry_run"),
     Target("weights of a feature network", "vision/model.safetensors", f"{cases.AGAINST} --real=photos"),
     Target("statistics", "statistics.safetensors", cases.STATISTICS, refused=True, share=3),
-    Target("state of a sampler", "learning_run/checkpoint-4/sampler.safetensors", f"{cases.VISUALIZE} --run_dir=learning_run"),
+    Target(
+        "state of a sampler",
+        "learning_run/checkpoint-4/sampler.safetensors",
+        f"{cases.VISUALIZE} --run_dir=learning_run",
+    ),
     Target("optimiser to resume from", "run/checkpoint-4/optimizer.safetensors", f"{cases.AGAIN} --max_train_steps=5"),
     Target("cache of pixels", "cache/*/pixels", CACHED_TRAINING, check=SAME_LOSSES),
     Target("cache of an index", "cache/*/index.safetensors", CACHED_TRAINING, check=SAME_LOSSES, share=2),
     Target("cache of captions", "cache/captions-*", CACHED_TEXT, check=SAME_TEXT, share=2),
     Target("cache of statistics", "cache/statistics/*", CACHED_TABLE, check=SAME_TABLE, share=2),
-    Target("YAML of options", "it.yaml", "train_unconditional.py {tiny} --config=it.yaml --output_dir=out --dry_run",
-           text((ROOT / "configs" / "digits.yaml").read_bytes()), share=3),
+    Target(
+        "YAML of options",
+        "it.yaml",
+        "train_unconditional.py {tiny} --config=it.yaml --output_dir=out --dry_run",
+        text((ROOT / "configs" / "digits.yaml").read_bytes()),
+        share=3,
+    ),
     Target("YAML of a run", "run/config.yaml", VISUALIZE, share=3),
     Target("YAML of a run to measure", "run/config.yaml", f"{cases.MEASURE_RUN} --run_dir=run"),
     Target("metrics", "run/metrics.jsonl", VISUALIZE, share=2),
     Target("metrics to go on with", "run/metrics.jsonl", f"{cases.AGAIN} --max_train_steps=5"),
-    Target("CSV of results", "measured/evaluation_results.csv", f"{cases.EVALUATE} --compare measured measured_too", share=2),
-    Target("CSV of results to go on with", "measured/evaluation_results.csv", f"{cases.MEASURE_RUN} --run_dir=measured"),
-    Target("prompts", "prompts.txt", f"{cases.WITH} --model=text_run --prompts_file=prompts.txt", text("the digit one\na zero\n")),
-]  # fmt: skip
+    Target(
+        "CSV of results",
+        "measured/evaluation_results.csv",
+        f"{cases.EVALUATE} --compare measured measured_too",
+        share=2,
+    ),
+    Target(
+        "CSV of results to go on with", "measured/evaluation_results.csv", f"{cases.MEASURE_RUN} --run_dir=measured"
+    ),
+    Target(
+        "prompts",
+        "prompts.txt",
+        f"{cases.WITH} --model=text_run --prompts_file=prompts.txt",
+        text("the digit one\na zero\n"),
+    ),
+]
 
 
 def case_of(target: Target, seed: str) -> Case:

@@ -24,7 +24,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 from mistakes import MARKER, Case, Change
-from workshop import CLASSES, png, write
+from workshop import png, write
 
 TRAIN = "train_unconditional.py {tiny} {steps}"
 ON_DATA = "train_unconditional.py {small} {steps} --output_dir=out"
@@ -34,7 +34,7 @@ GENERATE = "generate.py run --ddim --num_inference_steps=2 --num_images=4 --batc
 WITH = "generate.py --ddim --num_inference_steps=2 --num_images=4 --batch_size=4 --output_dir=out"
 EVALUATE = "evaluate.py --features=vision {cache} --dataloader_num_workers=0"
 MEASURE_RUN = f"{EVALUATE} --ddim --num_inference_steps=2 --batch_size=4 --num_images=10"
-PREPARE = "prepare_data.py --num_workers=0 --resolution=8"
+PREPARE = "prepare_data.py --num_workers=0 --resolution=8 --source"
 VISUALIZE = "visualize.py --output_dir=figures"
 OUT = ("out", "out/*")
 
@@ -161,6 +161,8 @@ class Planted:
         return open, (MARKER, "w")
 
 
+PLANTED_YAML = f"!!python/object/apply:os.system ['touch {MARKER}']"
+THEIR_CLASSES = {"auto_map": {"AutoConfig": "it.It", "AutoModel": "it.It"}, "model_type": "mine"}
 PICKLE = pickle.dumps({"mean": Planted()})
 
 
@@ -209,6 +211,8 @@ BILLION_LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join([f'*{chr(97 + n)}'] * 9)}]\n" for n in range(9)
 )
 
+# fmt: off
+
 # Flags that nobody knows, of every script; a secret among them is not shown.
 
 SCRIPTS = {
@@ -228,7 +232,7 @@ for script, usual in SCRIPTS.items():
         stray words             :: stray
         --hub_tokn=hf_SECRET    :: hub_tokn & !SECRET
         --api-key hf_SECRET     :: --api-key & !SECRET
-    """)  # fmt: skip
+    """)
 family("flags", "train_unconditional.py", """
     --hub_tokn=hf_SECRET                        :: --hub_token & !SECRET
     --hub_token                                 :: --hub_token
@@ -242,28 +246,28 @@ family("flags", "train_unconditional.py", """
     --text_encoder=x                            :: train_conditional
     --config                                    :: --config
     --stratified=maybe                          :: stratified
-""")  # fmt: skip
+""")
 family("flags", "generate.py run", """
     --num_imags=4               :: --num_images
     --cfg=2                     :: --guidance_scale
     --eta                       :: --eta
     --prompt                    :: --prompt
     run                         :: run
-""")  # fmt: skip
+""")
 family("flags", "evaluate.py", """
     --run_dri=run               :: --run_dir
     --fake=images               :: --generated
                                 :: nothing to measure
     --generated=images          :: nothing to measure against
     --guidance_scales           :: --guidance_scales
-""")  # fmt: skip
+""")
 family("flags", "prepare_data.py", """
                                 :: SOURCE
     photos                      :: --output
     --check                     :: source
     photos --output             :: --output
     photos --outptu=x           :: --output
-""")  # fmt: skip
+""")
 
 # Values of the wrong type and out of range: every option, from its own facts.
 
@@ -296,7 +300,8 @@ def wrong_values() -> Iterator[tuple[str, str, str]]:
             elif float in kinds:
                 yield from ((script, name, value) for value in ("nan", "inf", "x"))
             elif int in kinds:
-                yield from ((script, name, value) for value in ("1.5", "9" * 30))
+                # So many processes would stop the machine if they were not refused.
+                yield from ((script, name, value) for value in ("1.5", "9" * 30) if "workers" not in name)
             if facts.must_be and kinds & {int, float}:
                 values = (value for value in (-1, 0, 1, 2) if not facts.must_be.accepts(value))
                 yield from ((script, name, str(value)) for value in itertools.islice(values, 1))
@@ -331,7 +336,7 @@ family("values", "train_unconditional.py {tiny} --dry_run --output_dir=out", """
     --logit_normal_mean=nan --timestep_sampler=logit_normal :: logit_normal_mean
     --logit_normal_mean=1e300 --timestep_sampler=logit_normal :: logit_normal
     --edm_mean=inf --timestep_sampler=edm       :: edm_mean
-""", timeout=120)  # fmt: skip
+""", timeout=120)
 family("values", GENERATE, """
     --guidance_scale=nan                        :: --guidance_scale
     --guidance_scale=inf                        :: --guidance_scale
@@ -342,7 +347,7 @@ family("values", GENERATE, """
     --interpolate 1                             :: interpolate
     --interpolate -1 2                          :: interpolate
     --guidance_interval 5                       :: guidance_interval
-""")  # fmt: skip
+""")
 family("values", "generate.py run", """
     --seeds=0-99999999999                       :: --seeds
     --seeds=9999999999999999999999              :: --seeds
@@ -357,14 +362,14 @@ family("values", "generate.py run", """
     --gather_grid --num_images=5000             :: gather_grid
     --eta=1.5 --ddim                            :: --eta
     --eta=nan --ddim                            :: --eta
-""", timeout=30)  # fmt: skip
+""", timeout=30)
 family("values", f"{EVALUATE} --generated=images --real=photos", """
     --num_images=5                              :: --num_images
     --num_images=99                             :: 99 & 12
     --modes nope                                :: nope
     --modes clean clean                         :: twice
     --feature_batch_size=0                      :: feature_batch_size
-""")  # fmt: skip
+""")
 family("values", f"{EVALUATE} --run_dir=run", """
     --guidance_scales nan                       :: guidance_scales
     --guidance_scales 1 inf                     :: guidance_scales
@@ -372,19 +377,19 @@ family("values", f"{EVALUATE} --run_dir=run", """
     --checkpoints 99                            :: 99 & 2, 4
     --checkpoints x                             :: x
     --num_inference_steps=2000                  :: 2000
-""")  # fmt: skip
+""")
 family("values", f"{PREPARE} photos --output=out", """
     --eval_fraction=nan                         :: eval_fraction
     --eval_fraction=1                           :: eval_fraction
     --classes=bird                              :: bird & cat
     --captions=photo                            :: class
-""")  # fmt: skip
+""")
 family("values", VISUALIZE, """
     --schedules nope                            :: nope & linear
     --ddpm_num_steps=1                          :: 2 or greater
     --ddpm_num_steps=99999999999999             :: ddpm_num_steps
     --num_images=0                              :: num_images
-""")  # fmt: skip
+""")
 
 # Options that contradict each other, and options that would do nothing.
 
@@ -396,7 +401,7 @@ family("conflicts", "train_unconditional.py {tiny} --output_dir=out", """
     --timestep_sampler_options width=3          :: timestep_sampler_options
     --timestep_sampler=speed --stratified --timestep_sampler_options a=1 :: timestep_sampler_options
     --timestep_sampler=ats --stratified         :: stratified
-""")  # fmt: skip
+""")
 family("idle options", "train_unconditional.py {tiny} --max_train_steps=1 --output_dir=out", """
     --ema_power=0.5                             :: ema_power & ema_warmup
     --ema_inv_gamma=2                           :: ema_inv_gamma & ema_warmup
@@ -421,16 +426,16 @@ family("idle options", "train_unconditional.py {tiny} --max_train_steps=1 --outp
     --dropout=0.3                               :: dropout
     --num_epochs=3                              :: num_epochs
     --save_images_epochs=2 --save_images_steps=3 :: save_images
-""")  # fmt: skip
+""")
 family("idle options", CONDITIONAL, """
     --caption_column=text                       :: caption_column
     --caption_template='a {class}'              :: caption_template
     --validation_prompts=x                      :: validation_prompts
     --text_encoder=encoder                      :: text_encoder
     --label_column=nope                         :: nope & label
-""")  # fmt: skip
-family("idle options", "generate.py run --num_images=4 --output_dir=out", """
-    --ddpm --ddim                               :: --ddpm and --ddim
+""")
+family("idle options", "generate.py run --num_images=4 --num_inference_steps=2 --output_dir=out", """
+    --ddpm --ddim                               :: --ddim and --ddpm
     --ddim --scheduler=DDIMScheduler            :: choose one
     --ddpm --eta=1                              :: eta
     --ddim --variance_type=fixed_small          :: variance_type
@@ -441,44 +446,48 @@ family("idle options", "generate.py run --num_images=4 --output_dir=out", """
     --negative_prompt=x                         :: negative_prompt
     --guidance_rescale=0.5                      :: guidance_rescale
     --guidance_interval 1 5                     :: guidance_interval
-    --interpolate 1 2 --seeds=1                 :: interpolate
-    --interpolate 1 2 --checkpoints=2           :: interpolate
-    --interpolate 1 2 --format=npz              :: interpolate
+    --interpolate 1 2                           :: interpolate
     --dataset_name=digits                       :: dataset_name & nearest
     --train_data_dir=photos                     :: train_data_dir & nearest
     --nearest=2 --dataset_name=digits --train_data_dir=photos :: both
-    --model=run                                 :: model
-""")  # fmt: skip
+    --model=class_run                           :: model
+""")
+family("idle options", "generate.py run --interpolate 1 2 --num_inference_steps=2 --output_dir=out", """
+    --seeds=1                                   :: interpolate
+    --checkpoints=2                             :: interpolate
+    --format=npz                                :: interpolate
+    --gather_grid                               :: interpolate
+""")
+family("idle options", f"{EVALUATE} --generated=images --real=images", ":: same", code=(0, 2))
 family("idle options", EVALUATE, """
     --generated=images --run_dir=run            :: --generated and --run_dir
     --generated=images --real=photos --statistics=statistics.safetensors :: --real and --statistics
-    --generated=images --real=photos --eta=1    :: eta & run_dir
+    --generated=images --real=photos --eta=1    :: eta
     --generated=images --real=photos --keep_images :: keep_images
     --generated=images --real=photos --statistics_mode=clean :: statistics_mode
     --generated=images --real=photos --split=test :: split
     --generated=images --real=photos --image_column=x :: image_column
     --generated=images --real=photos --inception_weights=run/config.yaml :: inception_weights
     --generated=images --real=photos --modes clean :: modes
-    --generated=images --real=images            :: same
     --run_dir=run --resolution=16               :: resolution
     --run_dir=run --ddpm --ddim                 :: choose one
     --compare measured                          :: two runs
     --compare measured measured                 :: measured
-    --compare run nope                          :: nope
-    --compare run photos                        :: photos
+    --compare run nope                          :: run|nope
+    --compare measured photos                   :: photos
     --compare measured measured_too --num_images=10 :: num_images
     --save_statistics=x.safetensors --real=images :: resolution
-""")  # fmt: skip
+""")
 family("idle options", "prepare_data.py photos --output=out --num_workers=0", """
     --center_crop                               :: center_crop & resolution
     --sysu_folders                              :: sysu_folders & resolution
     --eval_fraction=0 --eval_split=validation   :: eval_split
-""")  # fmt: skip
+""")
 family("idle options", VISUALIZE, """
     --run_dir=run --schedules linear            :: schedules
     --run_dir=run --num_images=2                :: num_images
     --dataset_name=digits --train_data_dir=photos :: both
-""")  # fmt: skip
+""")
 
 # Configuration files.
 
@@ -506,36 +515,44 @@ files("YAML", YAML, "it.yaml", {
     "a number that is a key :: 5": {"it.yaml": "5: 3\n"},
     "an option of the other script :: condition": {"it.yaml": "condition: class\n"},
     "a file in a file :: config": {"it.yaml": "config: other.yaml\n"},
-    "code": {"it.yaml": f'resolution: !!python/object/apply:eval ["{CODE.strip()}"]\n'.replace('"M', "'M").replace('R"', "R'").replace('"w"', "'w'")},
+    "code": {
+        "it.yaml": f"resolution: {PLANTED_YAML}\n",
+    },
     "aliases of aliases": {"it.yaml": BILLION_LAUGHS},
     "deeply nested": {"it.yaml": "[" * 5000},
-})  # fmt: skip
+})
 
 # The folder of a run: nothing in it is trained over.
 
 AGAIN = f"{TRAIN} --output_dir=run"
 SAME = {"code": (0, 2), "leaves": ("run/README.md", "run/config.yaml", "run/.lock")}
-files("run folder", AGAIN, "", {
-    "finished, checkpoints deleted": {"run/checkpoint-*": None},
-}, **SAME)  # fmt: skip
+files("run folder", AGAIN, "", {"finished, checkpoints deleted": {"run/checkpoint-*": None}}, **SAME)
 files("run folder", AGAIN, "overwrite_output_dir", {
     "every checkpoint damaged": {"run/checkpoint-*/unet_ema/*.safetensors": flip},
     "every manifest missing": {"run/checkpoint-*/manifest.json": None},
     "every checkpoint empty": {"run/checkpoint-*/manifest.json": None, "run/checkpoint-*/unet*": None},
-    "metrics alone": {"run/checkpoint-*": None, "run/unet": None, "run/scheduler": None, "run/model_index.json": None, "run/samples": None},
+    "metrics alone": {
+        "run/checkpoint-*": None, "run/unet": None, "run/scheduler": None, "run/model_index.json": None,
+        "run/samples": None,
+    },
     "pipeline alone": {"run/checkpoint-*": None, "run/metrics.jsonl": None, "run/config.yaml": None},
     "configuration deleted": {"run/checkpoint-*": None, "run/config.yaml": None},
     "metrics deleted": {"run/checkpoint-*": None, "run/metrics.jsonl": None},
-    "samples alone": {"run/checkpoint-*": None, "run/metrics.jsonl": None, "run/config.yaml": None, "run/unet": None, "run/scheduler": None, "run/model_index.json": None},
-}, leaves=("run/.lock",))  # fmt: skip
+    "samples alone": {
+        "run/checkpoint-*": None, "run/metrics.jsonl": None, "run/config.yaml": None, "run/unet": None,
+        "run/scheduler": None, "run/model_index.json": None,
+    },
+}, leaves=("run/.lock",))
 files("run folder", AGAIN, "checkpoint-4", {
     "the newest damaged": {"run/checkpoint-4/unet/*.safetensors": flip},
     "the newest cut": {"run/checkpoint-4/optimizer.safetensors": cut},
     "a file missing": {"run/checkpoint-4/state.json": None},
     "a manifest of nonsense": {"run/checkpoint-4/manifest.json": garbage},
-    "a manifest of another version": {"run/checkpoint-4/manifest.json": edit('"format_version": 1', '"format_version": 99')},
+    "a manifest of another version": {
+        "run/checkpoint-4/manifest.json": edit('"format_version": 1', '"format_version": 99'),
+    },
     "a state of another": {"run/checkpoint-4/state.json": edit('"step": 4', '"step": 9')},
-}, code=0, leaves=("run/*",))  # fmt: skip
+}, code=0, leaves=("run/*",))
 files("run folder", f"{AGAIN} --max_train_steps=6", "", {
     "a checkpoint of a curious name": {"run/checkpoint-²/manifest.json": "{}"},
     "a checkpoint that is a file": {"run/checkpoint-9": "text"},
@@ -543,7 +560,7 @@ files("run folder", f"{AGAIN} --max_train_steps=6", "", {
     "a newer checkpoint that is empty": {"run/checkpoint-9": folder},
     "metrics that end in the middle": {"run/metrics.jsonl": cut},
     "a leftover of a kill": {"run/.checkpoint-6.tmp/x": "x", "run/.checkpoint-1.old/x": "x"},
-}, code=(0, 2), leaves=("run/*",))  # fmt: skip
+}, code=(0, 2), leaves=("run/*",))
 files("run folder", f"{AGAIN} --max_train_steps=6 --logger=tensorboard", "run", {
     "metrics that are not text": {"run/metrics.jsonl": b'{"step": 1}\n\xff\xfe\n'},
     "metrics that are a folder": {"run/metrics.jsonl": folder},
@@ -551,20 +568,18 @@ files("run folder", f"{AGAIN} --max_train_steps=6 --logger=tensorboard", "run", 
     "logs that are a file": {"run/logs": file_instead},
     "a configuration that is a folder": {"run/config.yaml": folder},
     "a lock that is a folder": {"run/.lock": both(Path.unlink, folder)},
-}, leaves=("run/.lock",))  # fmt: skip
-files("run folder", f"{AGAIN} --max_train_steps=6", "samples", {
-    "samples that are a file": {"run/samples": file_instead},
-}, code=(0, 2), leaves=("run/*",))  # fmt: skip
+}, leaves=("run/.lock",))
+files("run folder", f"{AGAIN} --max_train_steps=6", "samples",
+      {"samples that are a file": {"run/samples": file_instead}}, code=(0, 2), leaves=("run/*",))
 files("run folder", AGAIN, "another run", {"in use": {"run/.lock": held}})
 files("run folder", f"{TRAIN} --output_dir=out", "something else", {
     "photos in it": {"out/a.png": PNG},
     "a text in it": {"out/notes.txt": "mine"},
     "a folder in it": {"out/thesis/chapter.txt": "mine"},
     "a hidden file in it": {"out/.git/config": "mine"},
-})  # fmt: skip
-files("run folder", f"{TRAIN} --output_dir=out --overwrite_output_dir", "something else|mine", {
-    "a text in it, to be overwritten": {"out/notes.txt": "mine"},
-})  # fmt: skip
+})
+files("run folder", f"{TRAIN} --output_dir=out --overwrite_output_dir", "something else|mine",
+      {"a text in it, to be overwritten": {"out/notes.txt": "mine"}})
 family("run folder", TRAIN, """
     --output_dir=photos                         :: photos & something else
     --output_dir=run/config.yaml                :: a file
@@ -574,12 +589,12 @@ family("run folder", TRAIN, """
     --output_dir=/dev/null                      :: /dev/null
     --output_dir=/dev/null/run                  :: /dev/null
     --output_dir=.                              :: home
-""")  # fmt: skip
+""")
 family("run folder", TRAIN, f"--output_dir={'x' * 300} :: --output_dir & long")
 files("run folder", f"{TRAIN} --output_dir=loop", "loop", {"a link to itself": {"loop": link("loop")}})
 files("run folder", f"{TRAIN} --output_dir=loop/run", "loop", {"below a link to itself": {"loop": link("loop")}})
 files("run folder", f"{TRAIN} --output_dir=gone", "", {"a link to nothing": {"gone": link("nothing")}}, code=(0, 2),
-      leaves=("nothing", "nothing/*"))  # fmt: skip
+      leaves=("nothing", "nothing/*"))
 family("run folder", AGAIN, """
     --resume_from_checkpoint=none               :: holds a run & --overwrite_output_dir
     --resume_from_checkpoint=checkpoint-99      :: checkpoint-99
@@ -591,17 +606,18 @@ family("run folder", AGAIN, """
     --max_train_samples=20 --max_train_steps=6  :: images
     --ddpm_beta_schedule=cosine --max_train_steps=6 :: ddpm_beta_schedule
     --model_config_name_or_path=nope --max_train_steps=6 :: nope
-""", leaves=("run/.lock",))  # fmt: skip
+""", leaves=("run/.lock",))
 family("run folder", AGAIN, """
                                                 :: !step 4 of 2 & complete|4
     --max_train_steps=2                         :: !4 of 2
-""", code=(0, 2), leaves=("run/*",))  # fmt: skip
-family("run folder", f"{TRAIN} --max_train_steps=1 --output_dir=~/deep/run", "::", code=0, check=has("home/deep/run/README.md"))
+""", code=(0, 2), leaves=("run/*",))
+family("run folder", f"{TRAIN} --max_train_steps=1 --output_dir=~/deep/run", "::", code=0,
+       check=has("home/deep/run/README.md"))
 family("run folder", "generate.py ~/run --num_images=4", " :: ~/run")
 family("run folder", f"{CONDITIONAL.replace('=out', '=run')} --max_train_steps=6", " :: condition|run",
-       leaves=("run/.lock",))  # fmt: skip
+       leaves=("run/.lock",))
 family("run folder", f"{TRAIN} --max_train_steps=6 --output_dir=class_run", " :: condition|class",
-       leaves=("class_run/.lock",))  # fmt: skip
+       leaves=("class_run/.lock",))
 
 # Images to train on.
 
@@ -614,8 +630,8 @@ files("images", FOLDER, "data", {
     "a link to itself": {"data": link("data")},
     "a link to nothing": {"data": link("nothing")},
     "files without rows": {"data/metadata.jsonl": ""},
-})  # fmt: skip
-DATA = {f"data/{number}.png": png(np.full((8, 8, 3), number * 9, np.uint8)) for number in range(8)}
+})
+DATA = {f"data/{number}.png": png(np.full((8, 8, 3), number * 9, np.uint8)) for number in range(20)}
 files("images", FOLDER, "bad", {
     "one that is text": {**DATA, "data/bad.png": "text"},
     "one that is empty": {**DATA, "data/bad.png": b""},
@@ -624,36 +640,39 @@ files("images", FOLDER, "bad", {
     "one that claims to be huge": {**DATA, "data/bad.png": huge_png(60000, 60000)},
     "one that claims to be larger than memory": {**DATA, "data/bad.png": huge_png(2**31 - 1, 2**31 - 1)},
     "one that claims to have no size": {**DATA, "data/bad.png": huge_png(0, 0)},
+    "one of a format that is not read": {**DATA, "data/bad.heic": b"\0\0\0\x18ftypheic" + bytes(100)},
+    "one that is an archive": {**DATA, "data/bad.png": zipped({"a.png": PNG})},
+    "one that is code": {**DATA, "data/bad.png": CODE},
+}, timeout=30)
+files("images", FOLDER, "bad", {
     "one that is a pipe": {**DATA, "data/bad.png": pipe},
     "one that is a link to nothing": {**DATA, "data/bad.png": link("nothing")},
     "one that is a link to itself": {**DATA, "data/bad.png": link("bad.png")},
     "one that is a device": {**DATA, "data/bad.png": link("/dev/zero")},
     "one of one pixel": {**DATA, "data/bad.png": SMALLEST},
-    "one of a format that is not read": {**DATA, "data/bad.heic": b"\0\0\0\x18ftypheic" + bytes(100)},
-    "one that is an archive": {**DATA, "data/bad.png": zipped({"a.png": PNG})},
-    "one that is code": {**DATA, "data/bad.png": CODE},
-}, timeout=30)  # fmt: skip
+}, code=(0, 2), leaves=OUT, timeout=30)
 files("images", f"{FOLDER} --on_bad_image=skip", "bad", {
     "a bad one left out": {**DATA, "data/bad.png": "text"},
     "one left out that is not read": {**DATA, "data/bad.heic": b"\0\0\0\x18ftypheic" + bytes(100)},
-}, code=0, leaves=OUT)  # fmt: skip
-files("images", f"{FOLDER} --on_bad_image=skip", "none of the|no images", {
-    "all of them bad": {"data/a.png": "text", "data/b.png": "text"},
-})  # fmt: skip
+}, code=0, leaves=OUT)
+files("images", f"{FOLDER} --on_bad_image=skip", "none of the|no images",
+      {"all of them bad": {"data/a.png": "text", "data/b.png": "text"}})
 files("images", FOLDER, "", {
-    "a name that is not text": {**DATA, "data": lambda path: Path(os.fsdecode(bytes(path) + b"/\xff.png")).write_bytes(PNG)},
+    "a name that is not text": {
+        **DATA, "data": lambda path: Path(os.fsdecode(bytes(path) + b"/\xff.png")).write_bytes(PNG),
+    },
     "a name of two lines": {**DATA, "data/a\nb.png": PNG},
-    "a name of patterns": {**DATA, "data/a[b]*?.png": PNG},
+    "a name of patterns": {**DATA, "data/a[b]?.png": PNG},
     "folders that go round": {**DATA, "data/again": link(".")},
     "a name in another script": {**DATA, "data/猫 ü.png": PNG},
-}, code=0, leaves=OUT)  # fmt: skip
+}, code=0, leaves=OUT)
 files("images", FOLDER, "metadata", {
     "a table that is damaged": {**DATA, "data/metadata.jsonl": '{"file_name": "1.png"'},
     "a table that is not text": {**DATA, "data/metadata.csv": b"\xff\xfe\0"},
     "a table of files that are not there": {**DATA, "data/metadata.jsonl": '{"file_name": "nope.png"}\n'},
     "a table without names": {**DATA, "data/metadata.jsonl": '{"nope": "1.png"}\n'},
     "a table that leads out": {**DATA, "data/metadata.jsonl": '{"file_name": "../home/x.png"}\n'},
-})  # fmt: skip
+})
 LOCAL = f"{ON_DATA} --dataset_name=./data --channels=3"
 files("data sets", LOCAL, "data", {
     "missing": {"other/x": "x"},
@@ -667,13 +686,18 @@ files("data sets", LOCAL, "data", {
     "JSON that is broken": {"data/train.json": '{"a": '},
     "JSON without images :: image": {"data/train.jsonl": '{"a": 1}\n'},
     "a saved data set of nonsense": {"data/state.json": "{}"},
-    "a saved data set that leads out": {"data/state.json": '{"_data_files": [{"filename": "../x"}]}', "data/dataset_info.json": "{}"},
+    "a saved data set that leads out": {
+        "data/state.json": '{"_data_files": [{"filename": "../x"}]}', "data/dataset_info.json": "{}",
+    },
     "an arrow file of noise": {"data/train.arrow": garbage},
     "code": {"data/data.py": CODE, "data/dataset_infos.json": "{}"},
     "a pickle": {"data/train.pkl": PICKLE},
     "a tar of pickles": {"data/train.tar": tarred("0.pyd", data=PICKLE)},
-    "a configuration with code": {"data/README.md": f"---\nconfigs:\n- !!python/object/apply:os.system ['touch {MARKER}']\n---\n", "data/a.txt": "x"},
-}, timeout=30)  # fmt: skip
+    "a configuration with code": {
+        "data/README.md": f"---\nconfigs:\n- {PLANTED_YAML}\n---\n",
+        "data/a.txt": "x",
+    },
+}, timeout=30)
 family("data sets", ON_DATA, """
     --dataset_name=nobody/nothing               :: nobody/nothing & HF_HUB_OFFLINE
     --dataset_name=nothing                      :: nothing
@@ -686,22 +710,22 @@ family("data sets", ON_DATA, """
     --train_data_dir=~/nope                     :: nope
     --train_data_dir=                           :: train_data_dir
     --train_data_dir=photos.zip                 :: file
-""")  # fmt: skip
+""")
 files("classes", CONDITIONAL.replace("{tiny}", "{small}") + " --train_data_dir=data --channels=3", "class", {
     "one class": {f"data/cat/{n}.png": PNG for n in range(3)},
     "no folders": DATA,
-})  # fmt: skip
+})
 family("classes", CONDITIONAL.replace("{tiny}", "{small}") + " --dataset_name=./parquet", """
     --label_column=nope                         :: nope & label
     --label_column=image                        :: image
     --condition=text --caption_column=label --text_encoder=encoder --model_config_name_or_path=text_network :: label
-""")  # fmt: skip
+""")
 family("networks", TRAIN + " --output_dir=out", """
     --model_config_name_or_path=nope            :: nope
     --model_config_name_or_path=photos          :: photos
     --model_config_name_or_path=nobody/nothing  :: nobody/nothing & HF_HUB_OFFLINE|offline
     --model_config_name_or_path=encoder         :: encoder
-""")  # fmt: skip
+""")
 files("networks", f"{TRAIN} --output_dir=out --model_config_name_or_path=network", "network", {
     "broken": {"network/config.json": "{"},
     "a list": {"network/config.json": "[]"},
@@ -714,7 +738,7 @@ files("networks", f"{TRAIN} --output_dir=out --model_config_name_or_path=network
     "channels that are not the images'": {"network/config.json": entries(in_channels=7)},
     "another size": {"network/config.json": entries(sample_size=64)},
     "not text": {"network/config.json": b"\xff\xfe"},
-})  # fmt: skip
+})
 
 # Text encoders.
 
@@ -726,17 +750,20 @@ files("text encoders", BY_TEXT, "encoder", {
     "pickled weights": {"encoder/model.safetensors": None, "encoder/pytorch_model.bin": PICKLE},
     "a configuration of nonsense": {"encoder/config.json": "{"},
     "a configuration of another kind": {"encoder/config.json": '{"model_type": "nope"}'},
-    "code of its own": {"encoder/config.json": entries(auto_map={"AutoConfig": "it.It", "AutoModel": "it.It"}, model_type="mine"), "encoder/it.py": CODE},
+    "code of its own": {
+        "encoder/config.json": entries(**THEIR_CLASSES),
+        "encoder/it.py": CODE,
+    },
     "no tokenizer": {"encoder/tokenizer.json": None, "encoder/tokenizer_config.json": None},
     "a tokenizer of nonsense": {"encoder/tokenizer.json": "{"},
-})  # fmt: skip
+})
 family("text encoders", BY_TEXT, """
     --text_encoder=nope                         :: nope
     --text_encoder=photos                       :: photos
     --text_encoder=nobody/nothing               :: nobody/nothing & offline
     --caption_template=none                     :: class
     --caption_column=nope                       :: nope
-""")  # fmt: skip
+""")
 
 # Timestep samplers in a file of the user's.
 
@@ -758,8 +785,12 @@ files("samplers", SAMPLER, "mine", {
     "no density set": {"mine.py": BASE + "    def __init__(self, alphas_cumprod):\n        pass\n"},
     "a density of another length": {"mine.py": INIT + "self.set_density(torch.ones(7))\n"},
     "a longer density": {"mine.py": INIT + "self.set_density(torch.ones(2000))\n"},
-    "a negative density": {"mine.py": INIT + "self.objective = 'changed'; self.set_density(torch.linspace(-1, 1, 1000))\n"},
-    "a density of nan": {"mine.py": INIT + "self.objective = 'changed'; self.set_density(torch.full((1000,), float('nan')))\n"},
+    "a negative density": {
+        "mine.py": INIT + "self.objective = 'changed'; self.set_density(torch.linspace(-1, 1, 1000))\n",
+    },
+    "a density of nan": {
+        "mine.py": INIT + "self.objective = 'changed'; self.set_density(torch.full((1000,), float('nan')))\n",
+    },
     "an infinite density": {"mine.py": INIT + "self.set_density(torch.full((1000,), float('inf')))\n"},
     "a density of nothing": {"mine.py": INIT + "self.objective = 'changed'; self.set_density(torch.zeros(1000))\n"},
     "a density in two dimensions": {"mine.py": INIT + "self.set_density(torch.ones(1000, 2))\n"},
@@ -774,7 +805,7 @@ files("samplers", SAMPLER, "mine", {
     "no timesteps": {"mine.py": DRAW + "None\n"},
     "an error when drawing": {"mine.py": DRAW + "1 / 0\n"},
     "an unknown objective": {"mine.py": BASE + "    objective = 'better'\n"},
-})  # fmt: skip
+})
 family("samplers", SAMPLER, """
     --timestep_sampler_options width            :: timestep_sampler_options
     --timestep_sampler_options width=3          :: width
@@ -783,7 +814,7 @@ family("samplers", SAMPLER, """
     --timestep_sampler=mine.py:                 :: mine.py
     --timestep_sampler=mine.py                  :: mine.py
     --timestep_sampler=:Mine                    :: Mine
-""", given={"mine.py": BASE + "    pass\n"})  # fmt: skip
+""", given={"mine.py": BASE + "    pass\n"})
 
 # Models to generate with.
 
@@ -803,7 +834,7 @@ family("models", "generate.py --num_images=4 --output_dir=out", """
     --model=pipeline --checkpoints 4            :: 4
     --model=pipeline --weights=raw              :: raw
     --model=encoder                             :: encoder
-""")  # fmt: skip
+""")
 PIPELINE = f"{WITH} --model=pipeline"
 UNET, WEIGHTS = "pipeline/unet/config.json", "pipeline/unet/diffusion_pytorch_model.safetensors"
 SCHEDULER = "pipeline/scheduler/scheduler_config.json"
@@ -815,7 +846,9 @@ files("models", PIPELINE, "pipeline", {
     "weights that end early": {WEIGHTS: cut},
     "weights that are empty": {WEIGHTS: b""},
     "a header without end": {WEIGHTS: SAFETENSORS_BOMB},
-    "weights of another network": {WEIGHTS: lambda path: shutil.copy(path.parents[2] / "vision/model.safetensors", path), "vision/x": ""},
+    "weights of another network": {
+        WEIGHTS: lambda path: shutil.copy(path.parents[2] / "vision/model.safetensors", path), "vision/x": "",
+    },
     "pickled weights": {WEIGHTS: None, "pipeline/unet/diffusion_pytorch_model.bin": PICKLE},
     "a pickle with the name of weights": {WEIGHTS: PICKLE},
     "a pickle in an archive": {WEIGHTS: None, "pipeline/unet/diffusion_pytorch_model.bin": TORCHSCRIPT},
@@ -830,7 +863,9 @@ files("models", PIPELINE, "pipeline", {
     "a network that is a function": {UNET: entries(_class_name="is_torch_available")},
     "a network that is a module": {UNET: entries(_class_name="utils")},
     "a network that names a number": {UNET: entries(_class_name=7)},
-    "a network of code": {UNET: entries(_class_name="It", auto_map={"AutoModel": "it.It"}), "pipeline/unet/it.py": CODE},
+    "a network of code": {
+        UNET: entries(_class_name="It", auto_map={"AutoModel": "it.It"}), "pipeline/unet/it.py": CODE,
+    },
     "no size": {UNET: entries(sample_size=None)},
     "a size of words": {UNET: entries(sample_size="large")},
     "a size below zero": {UNET: entries(sample_size=-8)},
@@ -848,16 +883,20 @@ files("models", PIPELINE, "pipeline", {
     "betas of nan": {SCHEDULER: entries(beta_start=math.nan)},
     "betas below zero": {SCHEDULER: entries(trained_betas=[-1.0, 2.0])},
     "a prediction that is not known": {SCHEDULER: entries(prediction_type="nope")},
-}, timeout=30)  # fmt: skip
+}, timeout=30)
 files("models", PIPELINE, "", {
-    "code beside it": {"pipeline/pipeline.py": CODE, "pipeline/unet/unet.py": CODE, "pipeline/conditional_pipeline.py": CODE},
-    "an index that names code": {"pipeline/model_index.json": entries(_class_name=["pipeline", "It"]), "pipeline/pipeline.py": CODE},
+    "code beside it": {
+        "pipeline/pipeline.py": CODE, "pipeline/unet/unet.py": CODE, "pipeline/conditional_pipeline.py": CODE,
+    },
+    "an index that names code": {
+        "pipeline/model_index.json": entries(_class_name=["pipeline", "It"]), "pipeline/pipeline.py": CODE,
+    },
     "an index of nonsense": {"pipeline/model_index.json": "{"},
-}, code=(0, 2), leaves=OUT)  # fmt: skip
+}, code=(0, 2), leaves=OUT)
 files("models", GENERATE, "", {
     "the newest checkpoint damaged": {"run/checkpoint-4/unet_ema/*.safetensors": flip},
     "code beside it": {"run/sitecustomize.py": CODE, "run/conditional_pipeline.py": CODE, "torch.py": CODE},
-}, code=0, leaves=OUT)  # fmt: skip
+}, code=0, leaves=OUT)
 STATE = "run/checkpoint-4/state.json"
 files("models", f"{WITH} --model=run/checkpoint-4", "checkpoint-4", {
     "damaged": {"run/checkpoint-4/unet_ema/*.safetensors": flip},
@@ -866,23 +905,32 @@ files("models", f"{WITH} --model=run/checkpoint-4", "checkpoint-4", {
     "a state of another kind": {STATE: sealed(b"[]")},
     "a state without settings": {STATE: sealed(b'{"step": 4, "train_seconds": 1}')},
     "settings of another kind": {STATE: sealed(edit('"ddpm_num_steps": 1000', '"ddpm_num_steps": "many"'))},
-    "a schedule that is not known": {STATE: sealed(edit('"ddpm_beta_schedule": "linear"', '"ddpm_beta_schedule": "nope"'))},
+    "a schedule that is not known": {
+        STATE: sealed(edit('"ddpm_beta_schedule": "linear"', '"ddpm_beta_schedule": "nope"')),
+    },
     "a network of the system": {"run/checkpoint-4/unet_ema/config.json": sealed(entries(_class_name="os.system"))},
-    "a network that is a pipeline": {"run/checkpoint-4/unet_ema/config.json": sealed(entries(_class_name="DDPMPipeline"))},
+    "a network that is a pipeline": {
+        "run/checkpoint-4/unet_ema/config.json": sealed(entries(_class_name="DDPMPipeline")),
+    },
     "a pickle for weights": {"run/checkpoint-4/unet_ema/diffusion_pytorch_model.safetensors": sealed(PICKLE)},
-})  # fmt: skip
+})
 files("models", f"{WITH} --model=class_run/checkpoint-4 --class_labels 1", "class_run|checkpoint-4", {
     "a condition of nonsense": {"class_run/checkpoint-4/condition.json": sealed(b"{")},
     "a condition of another kind": {"class_run/checkpoint-4/condition.json": sealed(b'{"condition": "nope"}')},
     "a condition that is a list": {"class_run/checkpoint-4/condition.json": sealed(b"[]")},
     "a condition without classes": {"class_run/checkpoint-4/condition.json": sealed(b'{"condition": "class"}')},
-})  # fmt: skip
+})
 files("models", f"{WITH} --model=text_run --prompt 'the digit one'", "text_encoder|encoder", {
-    "an encoder of pickles": {"text_run/text_encoder/model.safetensors": None, "text_run/text_encoder/pytorch_model.bin": PICKLE},
-    "an encoder with code": {"text_run/text_encoder/config.json": entries(auto_map={"AutoConfig": "it.It", "AutoModel": "it.It"}, model_type="mine"), "text_run/text_encoder/it.py": CODE},
+    "an encoder of pickles": {
+        "text_run/text_encoder/model.safetensors": None, "text_run/text_encoder/pytorch_model.bin": PICKLE,
+    },
+    "an encoder with code": {
+        "text_run/text_encoder/config.json": entries(**THEIR_CLASSES),
+        "text_run/text_encoder/it.py": CODE,
+    },
     "an encoder that ends early": {"text_run/text_encoder/model.safetensors": cut},
     "a tokenizer of nonsense": {"text_run/tokenizer/tokenizer.json": "{"},
-})  # fmt: skip
+})
 family("models", f"{WITH} --model=class_run", """
     --class_labels nope                         :: nope
     --class_labels 99                           :: 99
@@ -891,7 +939,7 @@ family("models", f"{WITH} --model=class_run", """
     --guidance_scale=nan                        :: guidance_scale
     --negative_prompt=x --guidance_scale=2      :: negative_prompt
     --guidance_scale=2 --guidance_interval 5000 6000 :: guidance_interval
-""")  # fmt: skip
+""")
 family("models", f"{WITH} --model=text_run", """
     --class_labels 1                            :: class_labels
     --prompts_file=nope.txt                     :: nope.txt
@@ -899,7 +947,7 @@ family("models", f"{WITH} --model=text_run", """
     --prompts_file=samples.npz                  :: samples.npz
     --prompts_file=empty.txt                    :: empty.txt
     --prompt x --prompts_file=prompts.txt       :: prompts_file
-""", given={"empty.txt": "\n", "prompts.txt": "one\n"})  # fmt: skip
+""", given={"empty.txt": "\n", "prompts.txt": "one\n"})
 family("schedulers", GENERATE.replace("--ddim ", ""), """
     --scheduler=Nope                            :: Nope
     --scheduler=os.system                       :: os.system
@@ -907,24 +955,23 @@ family("schedulers", GENERATE.replace("--ddim ", ""), """
     --scheduler=UNet2DModel                     :: UNet2DModel
     --scheduler=__doc__                         :: __doc__
     --scheduler=KarrasVeScheduler               :: KarrasVeScheduler
-""")  # fmt: skip
+""")
 
 # Where generated images go.
 
 INTO = GENERATE.replace("=out", "=generated")
-family("samples", GENERATE.replace("=out", "="), """
-    photos                                      :: photos & something else
-    samples.npz                                 :: a file
-    /proc/out                                   :: /proc
-    /dev/null/out                               :: /dev/null
-""".replace("    ", "    --output_dir=", 0), given={})  # fmt: skip
+family("samples", GENERATE, """
+    --output_dir=photos                         :: photos & something else
+    --output_dir=samples.npz                    :: a file
+    --output_dir=/proc/out                      :: /proc
+    --output_dir=/dev/null/out                  :: /dev/null
+""")
 family("samples", INTO, """
     --seeds=4-7 --num_images=4 --format=npz     :: format
     --weights=raw                               :: weights
     --eta=1                                     :: eta
     --num_inference_steps=3                     :: num_inference_steps
-    --checkpoints 2                             :: something else|generated
-""", leaves=("generated/.lock",))  # fmt: skip
+""", leaves=("generated/.lock",))
 files("samples", INTO, "generated", {
     "a record of nonsense": {"generated/samples.json": "{"},
     "a record that is a list": {"generated/samples.json": "[]"},
@@ -934,17 +981,17 @@ files("samples", INTO, "generated", {
     "a record that is a folder": {"generated/samples.json": folder},
     "images that are a file": {"generated/images": file_instead},
     "in use": {"generated/.lock": held},
-}, leaves=("generated/.lock",))  # fmt: skip
-files("samples", f"{INTO} --overwrite", "something else", {
-    "photos in the folder": {"generated/samples.json": None, "generated/holiday.png": PNG},
-}, leaves=("generated/.lock",))  # fmt: skip
+}, leaves=("generated/.lock",))
+files("samples", f"{INTO} --overwrite", "something else",
+      {"photos in the folder": {"generated/samples.json": None, "generated/holiday.png": PNG}},
+      leaves=("generated/.lock",))
 files("samples", f"{INTO}", "", {"an image of no bytes": {"generated/images/000001.png": b""}}, code=0,
-      leaves=("generated/*",))  # fmt: skip
+      leaves=("generated/*",))
 family("samples", f"{GENERATE} --nearest=2", """
     --dataset_name=nobody/nothing               :: nobody/nothing
     --train_data_dir=nope                       :: nope
     --train_data_dir=encoder                    :: encoder
-""")  # fmt: skip
+""")
 
 # What is measured, and against what.
 
@@ -963,8 +1010,9 @@ family("references", AGAINST, """
     --statistics=moments.npz                    :: statistics_mode
     --statistics=moments.npz --statistics_mode=clean :: moments.npz
     --statistics=statistics.safetensors --resolution=16 :: resolution
-""")  # fmt: skip
-files("references", f"{AGAINST} --statistics=it.npz --statistics_mode=legacy_tensorflow --features=inception", "it.npz", {
+""")
+NAMED = f"{AGAINST} --statistics=it.npz --statistics_mode=legacy_tensorflow --features=inception"
+files("references", NAMED, "it.npz", {
     "nothing in it": {"it.npz": npz()},
     "other names": {"it.npz": npz(a=[1.0])},
     "nan": {"it.npz": npz(mu=np.full(2048, np.nan), sigma=np.eye(2048))},
@@ -973,7 +1021,7 @@ files("references", f"{AGAINST} --statistics=it.npz --statistics_mode=legacy_ten
     "a pickle": {"it.npz": PICKLE},
     "noise": {"it.npz": garbage},
     "no covariance": {"it.npz": npz(mu=np.zeros(2048), sigma=-np.eye(2048))},
-}, timeout=120)  # fmt: skip
+}, timeout=120)
 STATISTICS = f"{AGAINST} --statistics=statistics.safetensors"
 files("references", STATISTICS, "statistics", {
     "a changed byte": {"statistics.safetensors": flip},
@@ -984,7 +1032,7 @@ files("references", STATISTICS, "statistics", {
     "a pickle": {"statistics.safetensors": PICKLE},
     "another identity": {"statistics.safetensors": edit('\\"network\\":', '\\"nutwork\\":')},
     "another network": {"statistics.safetensors": edit('\\"vision\\"', '\\"vosion\\"')},
-})  # fmt: skip
+})
 files("generated", f"{EVALUATE} --real=photos --generated=it.npz", "it.npz", {
     "missing": {"other.npz": b""},
     "noise": {"it.npz": garbage},
@@ -999,32 +1047,40 @@ files("generated", f"{EVALUATE} --real=photos --generated=it.npz", "it.npz", {
     "one dimension": {"it.npz": npz(arr_0=np.zeros(12, np.uint8))},
     "no pixels": {"it.npz": npz(arr_0=np.zeros((12, 0, 0, 3), np.uint8))},
     "objects": {"it.npz": npz(arr_0=np.array([Planted()] * 12, object))},
-    "a shape beyond memory": {"it.npz": npz(arr_0=np.zeros((12, 8, 8, 3), np.uint8)).replace(b"(12, 8, 8, 3)", b"(9**9,8,8, 3)")},
-    "a shape that claims more": {"it.npz": npz(arr_0=np.zeros((12, 8, 8, 3), np.uint8)).replace(b"(12, 8, 8, 3)", b"(99, 8, 8, 3)")},
+    "a shape beyond memory": {
+        "it.npz": npz(arr_0=np.zeros((12, 8, 8, 3), np.uint8)).replace(b"(12, 8, 8, 3)", b"(9**9,8,8, 3)"),
+    },
+    "a shape that claims more": {
+        "it.npz": npz(arr_0=np.zeros((12, 8, 8, 3), np.uint8)).replace(b"(12, 8, 8, 3)", b"(99, 8, 8, 3)"),
+    },
     "a folder": {"it.npz": folder},
-}, timeout=60)  # fmt: skip
+}, timeout=60)
 files("generated", f"{EVALUATE} --real=photos --generated=images", "images", {
     "none": {"images/*.png": None},
     "too few": {"images/0*.png": None},
     "text": {"images/05.png": "text"},
     "cut": {"images/00.png": cut},
     "another size": {"images/05.png": png(np.zeros((9, 9, 3), np.uint8))},
-    "a pipe": {"images/05.png": pipe},
-}, timeout=30)  # fmt: skip
+}, timeout=30)
+files("generated", f"{EVALUATE} --real=photos --generated=images", "05", {"a pipe": {"images/05.png": pipe}},
+      code=(0, 2), timeout=30)
 files("generated", f"{EVALUATE} --real=photos --generated=parquet", "parquet", {
     "noise": {"parquet/train.parquet": garbage},
     "cut": {"parquet/train.parquet": cut},
     "empty": {"parquet/train.parquet": b""},
     "code": {"parquet/parquet.py": CODE, "parquet/train.parquet": cut},
-})  # fmt: skip
+})
 files("features", f"{EVALUATE} --generated=images --real=photos --features=it", "it", {
     "missing": {"other/x": ""},
     "a folder of nothing": {"it": folder},
     "a pickle": {"it": PICKLE},
     "a pickle in an archive": {"it": TORCHSCRIPT},
     "noise": {"it": garbage},
-    "code": {"it/config.json": '{"model_type": "mine", "auto_map": {"AutoConfig": "it.It", "AutoModel": "it.It"}}', "it/it.py": CODE},
-}, timeout=60)  # fmt: skip
+    "code": {
+        "it/config.json": '{"model_type": "mine", "auto_map": {"AutoConfig": "it.It", "AutoModel": "it.It"}}',
+        "it/it.py": CODE,
+    },
+}, timeout=60)
 files("features", f"{EVALUATE} --generated=images --real=photos", "vision", {
     "no weights": {"vision/model.safetensors": None},
     "weights of noise": {"vision/model.safetensors": garbage},
@@ -1033,16 +1089,15 @@ files("features", f"{EVALUATE} --generated=images --real=photos", "vision", {
     "a configuration of nonsense": {"vision/config.json": "{"},
     "no processor": {"vision/preprocessor_config.json": None},
     "a processor of nonsense": {"vision/preprocessor_config.json": "{"},
-    "a processor without a size": {"vision/preprocessor_config.json": '{"image_processor_type": "BitImageProcessor"}'},
     "code": {"vision/config.json": entries(auto_map={"AutoModel": "it.It"}, model_type="mine"), "vision/it.py": CODE},
-}, timeout=60)  # fmt: skip
+}, timeout=60)
 files("features", f"{AGAINST} --real=photos --features=inception --inception_weights=it.pt", "it.pt", {
     "missing": {"other": ""},
     "a pickle": {"it.pt": PICKLE},
     "a program": {"it.pt": TORCHSCRIPT},
     "noise": {"it.pt": garbage},
     "a folder": {"it.pt": folder},
-})  # fmt: skip
+})
 files("tables", MEASURE_RUN + " --run_dir=measured", "evaluation_results", {
     "noise": {"measured/evaluation_results.csv": garbage},
     "empty": {"measured/evaluation_results.csv": b""},
@@ -1050,13 +1105,13 @@ files("tables", MEASURE_RUN + " --run_dir=measured", "evaluation_results", {
     "words for numbers": {"measured/evaluation_results.csv": edit(",10,", ",ten,")},
     "a row too short": {"measured/evaluation_results.csv": lambda path: path.write_bytes(path.read_bytes() + b"1,2\n")},
     "a folder": {"measured/evaluation_results.csv": folder},
-}, leaves=("measured/.lock",))  # fmt: skip
+}, leaves=("measured/.lock",))
 files("tables", f"{EVALUATE} --compare measured measured_too", "measured", {
     "none": {"measured/evaluation_results.csv": None},
     "noise": {"measured/evaluation_results.csv": garbage},
     "words for numbers": {"measured/evaluation_results.csv": edit(",10,", ",ten,")},
     "no configuration": {"measured/config.yaml": None, "measured/evaluation_results.csv": None},
-}, leaves=("comparison",))  # fmt: skip
+}, leaves=("comparison",))
 files("runs", f"{MEASURE_RUN} --run_dir=run", "run", {
     "no configuration": {"run/config.yaml": None},
     "a configuration of nonsense": {"run/config.yaml": "{"},
@@ -1068,8 +1123,8 @@ files("runs", f"{MEASURE_RUN} --run_dir=run", "run", {
     "data that are gone": {"run/config.yaml": edit("dataset_name: digits", "dataset_name: ./gone")},
     "channels of words": {"run/config.yaml": edit("channels: '1'", "channels: many")},
     "keys that are lists": {"run/config.yaml": edit("seed: 0", "seed: [1, 2]")},
-    "code": {"run/config.yaml": f"!!python/object/apply:os.system ['touch {MARKER}']\n"},
-})  # fmt: skip
+    "code": {"run/config.yaml": f"{PLANTED_YAML}\n"},
+})
 family("runs", EVALUATE, """
     --run_dir=nope                              :: nope
     --run_dir=photos                            :: photos
@@ -1080,7 +1135,7 @@ family("runs", EVALUATE, """
     --real=photos --resolution=8 --save_statistics=/proc/x.safetensors :: /proc
     --real=photos --resolution=8 --save_statistics=run :: run
     --real=photos --resolution=8 --save_statistics=x.npz :: safetensors
-""")  # fmt: skip
+""")
 
 # Photos that are prepared.
 
@@ -1097,7 +1152,7 @@ family("preparation", PREPARE, """
     encoder --output=out                        :: no image
     ~/nope --output=out                         :: nope
     photos --output=out --classes=nope          :: nope
-""")  # fmt: skip
+""")
 files("preparation", f"{PREPARE} it --output=out", "it", {
     "empty": {"it": folder},
     "only bad images": {"it/a.png": "text", "it/b.png": b""},
@@ -1111,7 +1166,7 @@ files("preparation", f"{PREPARE} it --output=out", "it", {
     "a table that leads out": {"it/a.png": PNG, "it/metadata.jsonl": '{"file_name": "../home/x.png"}\n'},
     "a table of large fields": {"it/a.png": PNG, "it/metadata.csv": "file_name,text\na.png," + "x" * 200_000 + "\n"},
     "a table of NULs": {"it/a.png": PNG, "it/metadata.csv": "file_name\n\0a.png\n"},
-}, timeout=30)  # fmt: skip
+}, timeout=30)
 files("preparation", f"{PREPARE} it.zip --output=out", "it.zip", {
     "noise": {"it.zip": garbage},
     "empty": {"it.zip": b""},
@@ -1124,7 +1179,7 @@ files("preparation", f"{PREPARE} it.zip --output=out", "it.zip", {
     "nothing in it :: no image": {"it.zip": zipped({})},
     "no images :: no image": {"it.zip": zipped({"a.txt": b"x"})},
     "a pickle": {"it.zip": PICKLE},
-})  # fmt: skip
+})
 files("preparation", f"{PREPARE} it.tar --output=out", "it.tar", {
     "noise": {"it.tar": garbage},
     "cut": {"photos.tar": cut, "it.tar": lambda path: (path.parent / "photos.tar").rename(path)},
@@ -1134,7 +1189,7 @@ files("preparation", f"{PREPARE} it.tar --output=out", "it.tar", {
     "a hard link :: no image": {"it.tar": tarred("a/x.png", tarfile.LNKTYPE, "../../etc/passwd")},
     "a device :: no image": {"it.tar": tarred("a/x.png", tarfile.CHRTYPE)},
     "a pipe :: no image": {"it.tar": tarred("a/x.png", tarfile.FIFOTYPE)},
-})  # fmt: skip
+})
 files("preparation", f"{PREPARE} photos --output=out", "out", {
     "photos in the output": {"out/mine.png": PNG},
     "a folder in the output": {"out/mine/x.txt": "x"},
@@ -1144,20 +1199,20 @@ files("preparation", f"{PREPARE} photos --output=out", "out", {
     "a record without settings": {"out/prepared.json": '{"images": []}'},
     "a record that is a folder": {"out/prepared.json": folder},
     "in use": {"out/.lock": held},
-}, leaves=("out/.lock",))  # fmt: skip
+}, leaves=("out/.lock",))
 family("preparation", f"{PREPARE} photos --output=prepared", """
     --resolution=16                             :: resolution 8 & 16
     --seed=5                                    :: seed
     --eval_fraction=0.5                         :: eval_fraction
-""", leaves=("prepared/.lock",))  # fmt: skip
+""", leaves=("prepared/.lock",))
 family("preparation", f"{PREPARE} photos --output=out", " :: 12", code=0, leaves=MADE,
-       before=(f"{PREPARE} encoder --output=out",))  # fmt: skip
+       before=(f"{PREPARE} encoder --output=out",))
 family("preparation", f"{PREPARE} photos --output=out --seed=3", " :: 12", code=0, leaves=MADE,
-       before=(f"{PREPARE} photos --output=out --classes=nope",))  # fmt: skip
+       before=(f"{PREPARE} photos --output=out --classes=nope",))
 family("preparation", f"{PREPARE} photos.zip --output=out", " :: 12", code=0, leaves=MADE,
-       before=(f"{PREPARE} broken.zip --output=out",), given={"broken.zip": garbage})  # fmt: skip
-family("preparation", f"{PREPARE} --check it --output=report", " :: bad", code=1, leaves=("report", "report/*"),
-       given={"it/a.png": PNG, "it/bad.png": "text"})  # fmt: skip
+       before=(f"{PREPARE} broken.zip --output=out",), given={"broken.zip": garbage})
+family("preparation", "prepare_data.py --check it --num_workers=0 --output=report", " :: bad", code=1,
+       leaves=("report", "report/*"), given={"it/a.png": PNG, "it/bad.png": "text"})
 
 # Pictures of runs.
 
@@ -1171,7 +1226,7 @@ family("pictures", VISUALIZE, """
     --output_dir=samples.npz                    :: file
     --output_dir=/proc/x                        :: /proc
     --run_dir=run --output_dir=run/config.yaml  :: file
-""")  # fmt: skip
+""")
 files("pictures", f"{VISUALIZE} --run_dir=run", "run", {
     "no metrics": {"run/metrics.jsonl": None},
     "metrics of noise": {"run/metrics.jsonl": garbage},
@@ -1184,16 +1239,18 @@ files("pictures", f"{VISUALIZE} --run_dir=run", "run", {
     "a schedule that is not known": {"run/config.yaml": edit("ddpm_beta_schedule: linear", "ddpm_beta_schedule: nope")},
     "a sampler that is not known": {"run/config.yaml": edit("timestep_sampler: uniform", "timestep_sampler: nope")},
     "a sampler of another kind": {"run/config.yaml": edit("timestep_sampler: uniform", "timestep_sampler: ats")},
-    "a sampler in a file": {"run/config.yaml": edit("timestep_sampler: uniform", "timestep_sampler: run/it.py:It"), "run/it.py": CODE},
+    "a sampler in a file": {
+        "run/config.yaml": edit("timestep_sampler: uniform", "timestep_sampler: run/it.py:It"), "run/it.py": CODE,
+    },
     "a state of noise": {"run/checkpoint-4/sampler.safetensors": garbage},
-    "code": {"run/config.yaml": f"!!python/object/apply:os.system ['touch {MARKER}']\n"},
-}, code=(0, 2), leaves=("figures", "figures/*"))  # fmt: skip
+    "code": {"run/config.yaml": f"{PLANTED_YAML}\n"},
+}, code=(0, 2), leaves=("figures", "figures/*"))
 files("pictures", f"{VISUALIZE} --run_dir=learning_run", "learning_run|sampler", {
     "the state of a sampler cut": {"learning_run/checkpoint-4/sampler.safetensors": cut},
     "the state of a sampler of nan": {"learning_run/checkpoint-4/sampler.safetensors": flip},
-}, code=(0, 2), leaves=("figures", "figures/*"))  # fmt: skip
+}, code=(0, 2), leaves=("figures", "figures/*"))
 family("pictures", f"{VISUALIZE} --run_dir=run", "--timestep_sampler=run/it.py:It :: timestep_sampler|figures|run",
-       given={"run/it.py": CODE}, code=(0, 2), leaves=("figures", "figures/*"))  # fmt: skip
+       given={"run/it.py": CODE}, code=(0, 2), leaves=("figures", "figures/*"))
 
 # Caches: whatever happens to them, the numbers are the same, and something is said.
 
@@ -1214,31 +1271,42 @@ def same_losses(run: str) -> Callable[[Path], str | None]:
     return check
 
 
-DAMAGES = {"a changed byte": flip, "cut": cut, "empty": b"", "noise": garbage, "a folder": folder, "a link to itself": lambda path: (path.unlink(), path.symlink_to(path.name))}
+DAMAGES = {
+    "a changed byte": flip,
+    "cut": cut,
+    "empty": b"",
+    "noise": garbage,
+    "a folder": folder,
+    "a link to itself": lambda path: (path.unlink(), path.symlink_to(path.name)),
+}
 for part, (label, damage) in itertools.product(("pixels", "index.safetensors"), DAMAGES.items()):
-    files("caches", f"{TRAIN} --cache_dir=cache --output_dir=out", "cache", {f"{part}, {label}": {f"cache/*/{part}": damage}},
-          needs=("run",), code=0, leaves=(*OUT, "cache/*"), check=same_losses("run"))  # fmt: skip
+    files("caches", f"{TRAIN} --cache_dir=cache --output_dir=out", "cache",
+          {f"{part}, {label}": {f"cache/*/{part}": damage}}, needs=("run",), code=0, leaves=(*OUT, "cache/*"),
+          check=same_losses("run"))
 for label, damage in DAMAGES.items():
-    files("caches", f"{BY_TEXT} --cache_dir=cache", "cache|captions", {f"captions, {label}": {"cache/captions-*": damage}},
-          needs=("text_run",), code=0, leaves=(*OUT, "cache/*"), check=same_losses("text_run"))  # fmt: skip
+    files("caches", f"{BY_TEXT} --cache_dir=cache", "cache|captions",
+          {f"captions, {label}": {"cache/captions-*": damage}}, needs=("text_run",), code=0, leaves=(*OUT, "cache/*"),
+          check=same_losses("text_run"))
 
 
 def same_table(place: Path) -> str | None:
     """The numbers must be those that the workshop measured with the whole cache."""
-    tables = [(place / name / "evaluation_results.csv").read_text().splitlines() for name in ("run", "measured")]
-    return None if tables[0] == tables[1] else "other numbers than with a whole cache"
+    tables = [place / name / "evaluation_results.csv" for name in ("run", "measured")]
+    if not tables[0].exists():
+        return "nothing was measured"
+    return None if tables[0].read_text() == tables[1].read_text() else "other numbers than with a whole cache"
 
 
 for label, damage in DAMAGES.items():
     command = MEASURE_RUN.replace("{cache}", "--cache_dir=cache") + " --run_dir=run"
     files("caches", command, "statistics|cache", {f"statistics, {label}": {"cache/statistics/*": damage}},
-          needs=("measured",), code=0, leaves=("run/*", "cache/*"), check=same_table)  # fmt: skip
+          needs=("measured",), code=0, leaves=("run/*", "cache/*"), check=same_table)
 family("caches", TRAIN + " --output_dir=out", """
     --cache_dir=samples.npz                     :: cache_dir & samples.npz
     --cache_dir=/proc/cache                     :: cache_dir & /proc
     --cache_dir=/dev/null/cache                 :: cache_dir
     --cache_dir=                                :: cache_dir
-""")  # fmt: skip
+""")
 
 # Outputs that nobody reads, or that are full: what was computed is on the disk.
 
@@ -1246,14 +1314,21 @@ family("caches", TRAIN + " --output_dir=out", """
 for stdout in ("pipe", "full", "closed"):
     ends = {"code": (0, 1, 2) if stdout == "full" else (0, 1, 2, 141), "stdout": stdout}
     results = "results/evaluation_results.csv"
-    family(f"stdout {stdout}", f"{AGAINST} --real=photos --output_dir=results", "::", leaves=("results", "results/*"), check=has(results), **ends)
-    family(f"stdout {stdout}", f"{MEASURE_RUN} --run_dir=run", "::", leaves=("run/*",), check=has("run/evaluation_results.csv", "run/README.md"), **ends)
-    family(f"stdout {stdout}", f"{TRAIN} --output_dir=out", "::", leaves=OUT, check=has("out/model_index.json", "out/README.md"), **ends)
+    family(f"stdout {stdout}", f"{AGAINST} --real=photos --output_dir=results", "::", leaves=("results", "results/*"),
+           check=has(results), **ends)
+    family(f"stdout {stdout}", f"{MEASURE_RUN} --run_dir=run", "::", leaves=("run/*",),
+           check=has("run/evaluation_results.csv", "run/README.md"), **ends)
+    family(f"stdout {stdout}", f"{TRAIN} --output_dir=out", "::", leaves=OUT,
+           check=has("out/model_index.json", "out/README.md"), **ends)
     family(f"stdout {stdout}", f"{TRAIN} --output_dir=out --dry_run", "::", **ends)
-    family(f"stdout {stdout}", GENERATE, "::", leaves=OUT, check=has("out/images/000003.png", "out/samples.json"), **ends)
-    family(f"stdout {stdout}", f"{PREPARE} photos --output=out", "::", leaves=OUT, check=has("out/train/metadata.jsonl", "out/prepared.json"), **ends)
-    family(f"stdout {stdout}", f"{PREPARE} --check photos --output=out", "::", leaves=OUT, check=has("out/report.json"), **ends)
-    family(f"stdout {stdout}", f"{VISUALIZE} --run_dir=run", "::", leaves=("figures", "figures/*"), check=has("figures/loss_by_quarter.png"), **ends)
+    family(f"stdout {stdout}", GENERATE, "::", leaves=OUT, check=has("out/images/000003.png", "out/samples.json"),
+           **ends)
+    family(f"stdout {stdout}", f"{PREPARE} photos --output=out", "::", leaves=OUT,
+           check=has("out/train/metadata.jsonl", "out/prepared.json"), **ends)
+    family(f"stdout {stdout}", "prepare_data.py --check photos --num_workers=0 --output=out", "::", leaves=OUT,
+           check=has("out/report.json"), **ends)
+    family(f"stdout {stdout}", f"{VISUALIZE} --run_dir=run", "::", leaves=("figures", "figures/*"),
+           check=has("figures/loss_by_quarter.png"), **ends)
     family(f"stdout {stdout}", "generate.py --help", "::", **ends)
 
 # The Hub and its secrets.
@@ -1264,22 +1339,40 @@ family("hub", TRAIN + " --output_dir=out --push_to_hub", """
     --hub_model_id='my model'                   :: my model
     --hub_model_id=me/..                        :: me/\\.\\.
     --hub_token=                                :: hub_token|log
-""", environment={"HF_TOKEN": "", "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"})  # fmt: skip
-family("hub", TRAIN + " --output_dir=out --max_train_steps=1 --hub_token=hf_SECRET", ":: !SECRET", code=(0, 2), leaves=OUT,
-       check=lambda place: "the token is in config.yaml" if "SECRET" in "".join(p.read_text(errors="replace") for p in place.rglob("*.yaml")) else None)  # fmt: skip
+""", environment={"HF_TOKEN": "", "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"})
+
+
+def without_the_token(place: Path) -> str | None:
+    texts = [path.read_text(errors="replace") for path in place.rglob("*") if path.suffix in (".yaml", ".md", ".json")]
+    return "the token is in a file" if "SECRET" in "".join(texts) else None
+
+
+family("hub", TRAIN + " --output_dir=out --max_train_steps=1 --hub_token=hf_SECRET", ":: !SECRET", code=(0, 2),
+       leaves=OUT,
+       check=without_the_token)
 
 # Paths and surroundings.
 
 files("surroundings", "train_unconditional.py --config=bad\x00name", "config", {})
-family("surroundings", TRAIN + " --max_train_steps=1 --output_dir=out", "::", environment={"HOME": "/nonexistent"}, code=0, leaves=OUT)
-family("surroundings", AGAINST.replace("{cache}", "") + " --real=photos", " :: cache", environment={"XDG_CACHE_HOME": "/proc/nothing"})
-family("surroundings", AGAINST.replace("{cache}", "--cache_dir=samples.npz") + " --real=photos", " :: cache_dir & samples.npz")
-family("surroundings", TRAIN + " --output_dir=Läufe/ü", "::", environment={"LC_ALL": "C", "PYTHONUTF8": "0"}, code=0, leaves=("Läufe", "Läufe/*"))
+family("surroundings", TRAIN + " --max_train_steps=1 --output_dir=out", "::", environment={"HOME": "/nonexistent"},
+       code=0, leaves=OUT)
+family("surroundings", AGAINST.replace("{cache}", "") + " --real=photos", " :: /proc/nothing",
+       environment={"XDG_CACHE_HOME": "/proc/nothing"})
+family("surroundings", AGAINST.replace("{cache}", "--cache_dir=samples.npz") + " --real=photos", " :: samples.npz")
+family("surroundings", TRAIN + " --output_dir=Läufe/ü", "::", environment={"LC_ALL": "C", "PYTHONUTF8": "0"}, code=0,
+       leaves=("Läufe", "Läufe/*"))
 ROOT_USER = "permissions do not bind root" if os.geteuid() == 0 else ""
-for command, path in ((f"{TRAIN} --output_dir=out/run", "out"), (f"{FOLDER}", "data/a.png"), (f"{GENERATE}/x", "out"), (f"{PREPARE} photos --output=out/x", "out"), (f"{VISUALIZE}/x", "figures")):  # fmt: skip
-    files("permissions", command, "permission", {path: {path: both(file_instead if "." in path else folder, lambda path: path.chmod(0))}}, skip=ROOT_USER)  # fmt: skip
+for command, path in (
+    (f"{TRAIN} --output_dir=out/run", "out"),
+    (f"{FOLDER}", "data/a.png"),
+    (f"{GENERATE}/x", "out"),
+    (f"{PREPARE} photos --output=out/x", "out"),
+    (f"{VISUALIZE}/x", "figures"),
+):
+    files("permissions", command, "permission",
+          {path: {path: both(file_instead if "." in path else folder, lambda path: path.chmod(0))}}, skip=ROOT_USER)
 
 
 # Those that need no process, because they are answered before any work: a part of the suite.
 PARSED = ("flags", "YAML", "values")
-QUICK = [case for case in CASES if case.family.split(",")[0] in PARSED and case.code == 2][::7]
+QUICK = [case for case in CASES if case.family.split(",")[0] in PARSED and "workers" not in case.command][::7]

@@ -65,7 +65,7 @@ class Case:
 
 
 def words_of(command: str, workshop: Workshop) -> list[str]:
-    """The command with what stands for {tiny}, the flags of a tiny run, {small}, those of one that names its data, ..."""
+    """The command with what stands for {tiny}, the flags of a tiny run, {small}, without its data, and so on."""
     tiny = workshop.flags()
     flags = {"{tiny}": tiny, "{small}": tiny[1:], "{steps}": STEPS, "{cache}": [f"--cache_dir={workshop.cache}"]}
     flags["{digits}"] = [str(ROOT / "configs" / "digits.yaml")]
@@ -101,7 +101,9 @@ def shortfalls(case: Case, workshop: Workshop, folder: Path) -> list[str]:
             forked.run(words_of(command, workshop), folder, environment)
         before = contents_of(folder)
         ended = forked.run(words_of(case.command, workshop), folder, environment, case.stdout, case.timeout)
-    return judge(case, ended, before, contents_of(folder)) + [found for found in [case.check and case.check(folder)] if found]
+    return judge(case, ended, before, contents_of(folder)) + [
+        found for found in [case.check and case.check(folder)] if found
+    ]
 
 
 def judge(case: Case, ended: forked.Ended, before: dict[str, object], after: dict[str, object]) -> list[str]:
