@@ -10,7 +10,6 @@ a number in silence: where a file carries a hash, what is computed from it is wh
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -31,11 +30,11 @@ if __name__ == "__main__":
 import forked  # noqa: E402
 import mistake_cases as cases  # noqa: E402
 import numpy as np  # noqa: E402
+import records  # noqa: E402
 from mistakes import Case, report, try_all  # noqa: E402
 from PIL import Image  # noqa: E402
 from workshop import Workshop, write  # noqa: E402
 
-RECORD = ROOT / "docs" / "fuzz.json"
 MUTATIONS = 2000
 LONGEST = 30.0  # seconds of one command
 WORDS = (
@@ -302,7 +301,7 @@ def main() -> None:
         "shortfalls": bad,
     }
     if arguments.count >= MUTATIONS and not arguments.words:
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        records.write("fuzz", record)
     print("\n".join(bad))
     print(f"{len(tried)} mutations in {record['seconds']} s, {len(bad)} fall short")
     sys.exit(1 if bad else 0)

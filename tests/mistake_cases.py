@@ -324,7 +324,6 @@ family("values", "train_unconditional.py {tiny} --dry_run --output_dir=out", """
     --output_dir=                               :: --output_dir
     --learning_rate=1e-4,2e-4                   :: --learning_rate
     --learning_rate=-inf                        :: --learning_rate
-    --max_train_seconds=nan                     :: --max_train_seconds
     --in_memory_limit_gb=inf --resolution=nope  :: --resolution
     --adam_beta2=1                              :: --adam_beta2
     --seed=18446744073709551616                 :: --seed
@@ -338,9 +337,6 @@ family("values", "train_unconditional.py {tiny} --dry_run --output_dir=out", """
     --edm_mean=inf --timestep_sampler=edm       :: edm_mean
 """, timeout=120)
 family("values", GENERATE, """
-    --guidance_scale=nan                        :: --guidance_scale
-    --guidance_scale=inf                        :: --guidance_scale
-    --guidance_scale=-1                         :: --guidance_scale
     --guidance_scale=2                          :: guidance_scale
     --num_inference_steps=2000                  :: 2000 & 1000
     --interpolate 1 1                           :: interpolate

@@ -33,9 +33,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 import forked  # noqa: E402
+import records  # noqa: E402
 from workshop import ENVIRONMENT, STEPS, Workshop, contents_of, write  # noqa: E402
 
-RECORD = ROOT / "docs" / "mistakes.json"
 MARKER = "MARKER"  # the file that planted code makes
 ALWAYS_LEFT = ("home", "home/*")  # of libraries, which keep things there
 Change = Callable[[Path], object] | bytes | str | None
@@ -207,7 +207,7 @@ def main() -> None:
         "shortfalls": {case.name: found for case, found in bad},
     }
     if not arguments.words:
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        records.write("mistakes", record)
     print(f"{len(cases)} cases in {record['seconds']} s, {len(bad)} fall short, {len(skipped)} could not be tried here")
     sys.exit(1 if bad else 0)
 

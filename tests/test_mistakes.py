@@ -1,10 +1,13 @@
 """Mistakes that are answered before any work; `make mistakes` tries them all, with what they meet on the disk."""
 
+import json
 import shutil
 from contextlib import ExitStack
+from dataclasses import replace
 
 import mistakes
 import pytest
+import records
 from conftest import run_script
 from forked import Ended
 from mistake_cases import CASES, QUICK
@@ -45,3 +48,41 @@ def test_there_are_enough():
     assert len(CASES) >= 300
     assert 40 <= len(QUICK) <= 70
     assert len({(case.name, str(case.given)) for case in CASES}) == len(CASES)  # none is there twice
+
+
+GOOD = Ended(2, "", "it.py: error: --flag x: must be y\n", 0.1)
+ASKED = mistakes.Case("", "it.py --flag=x", ("--flag", "!secret"), leaves=("out/*",))
+
+
+@pytest.mark.parametrize(
+    ("ended", "after", "fault"),
+    [
+        (GOOD, {}, None),
+        (GOOD, {"out/log": b""}, None),
+        (replace(GOOD, code=0), {}, "exit code 0"),
+        (replace(GOOD, code=None), {}, "hangs"),
+        (replace(GOOD, stderr="Traceback (most recent call last)\nValueError: --flag\n"), {}, "a traceback"),
+        (replace(GOOD, stderr=2 * GOOD.stderr), {}, "2 lines"),
+        (replace(GOOD, stderr="it.py: error: no\n"), {}, "'--flag' is not said"),
+        (replace(GOOD, stdout="the secret"), {}, "'secret' is said"),
+        (GOOD, {"new": b""}, "left behind: new"),
+        (GOOD, {"kept": b"other"}, "changed: kept"),
+        (GOOD, {"kept": None}, "changed: kept"),
+        (GOOD, {mistakes.MARKER: b""}, "planted code was executed"),
+    ],
+)
+def test_an_answer_that_is_not_good_is_noticed(ended, after, fault):
+    found = mistakes.judge(ASKED, ended, {"kept": b""}, {"kept": b"", **after})
+    assert (found == []) if fault is None else (found and found[0].startswith(fault))
+
+
+def test_what_is_lost_is_noticed():
+    assert mistakes.judge(ASKED, GOOD, {"kept": b""}, {}) == ["lost: kept"]
+
+
+@pytest.mark.parametrize("name", records.TABLES)
+def test_the_page_shows_the_records(name):
+    file = records.DOCS / f"{name}.json"
+    record = json.loads(file.read_text())
+    page = records.PAGE.read_text()
+    assert records.with_part(page, name, record) == page
