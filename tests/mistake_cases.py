@@ -487,35 +487,43 @@ family("idle options", VISUALIZE, """
 
 # Configuration files.
 
-YAML = "train_unconditional.py --config=it.yaml --output_dir=out"
+YAML = "train_unconditional.py {tiny} --config=it.yaml --output_dir=out --dry_run"
 files("YAML", YAML, "it.yaml", {
     "missing": {"other.yaml": ""},
     "a folder": {"it.yaml": folder},
     "binary": {"it.yaml": garbage},
-    "another encoding": {"it.yaml": "resolution: 8\n".encode("utf-16")},
-    "a list": {"it.yaml": "- resolution\n"},
+    "another encoding": {"it.yaml": "seed: 8\n".encode("utf-16")},
+    "a list": {"it.yaml": "- seed\n"},
     "a number": {"it.yaml": "7"},
-    "broken": {"it.yaml": "resolution: [8\n"},
+    "broken": {"it.yaml": "seed: [8\n"},
     "a tab": {"it.yaml": "a:\n\t- b\n"},
     "an unknown key :: nope": {"it.yaml": "nope: 3\n"},
     "a misspelt key :: resolution": {"it.yaml": "resoluton: 8\n"},
     "a secret under a misspelt key :: hub_token & !SECRET": {"it.yaml": "hub_tokn: hf_SECRET\n"},
-    "a key twice :: resolution & twice|again|duplicate": {"it.yaml": "resolution: 8\nseed: 1\nresolution: 16\n"},
+    "a secret under an unknown key :: nope & !SECRET": {"it.yaml": "nope: hf_SECRET\n"},
+    "a key twice :: seed & twice|again|duplicate": {"it.yaml": "seed: 8\nloss: l1\nseed: 16\n"},
     "an alias and its name :: snr_gamma": {"it.yaml": "loss_weighting: min_snr\nsnr_gamma: 5\nmin_snr_gamma: 6\n"},
-    "a list for a number :: resolution": {"it.yaml": "resolution: [8, 9]\n"},
-    "a map for a number :: resolution": {"it.yaml": "resolution: {a: 1}\n"},
-    "a word for a number :: resolution": {"it.yaml": "dataset_name: digits\nresolution: large\n"},
-    "nan :: learning_rate": {"it.yaml": "dataset_name: digits\nlearning_rate: .nan\n"},
-    "inf :: learning_rate": {"it.yaml": "dataset_name: digits\nlearning_rate: .inf\n"},
-    "out of range :: resolution": {"it.yaml": "dataset_name: digits\nresolution: 0\n"},
+    "a list for a number :: seed": {"it.yaml": "seed: [8, 9]\n"},
+    "a map for a number :: seed": {"it.yaml": "seed: {a: 1}\n"},
     "a number that is a key :: 5": {"it.yaml": "5: 3\n"},
     "an option of the other script :: condition": {"it.yaml": "condition: class\n"},
     "a file in a file :: config": {"it.yaml": "config: other.yaml\n"},
-    "code": {
-        "it.yaml": f"resolution: {PLANTED_YAML}\n",
-    },
+    "code": {"it.yaml": f"seed: {PLANTED_YAML}\n"},
     "aliases of aliases": {"it.yaml": BILLION_LAUGHS},
     "deeply nested": {"it.yaml": "[" * 5000},
+    "a date": {"it.yaml": "seed: 2024-13-45\n"},
+    "a sampler in a file :: mine.py": {"it.yaml": "timestep_sampler: mine.py:Mine\n", "mine.py": CODE},
+})
+files("YAML", YAML, "", {
+    "a word for a number :: seed": {"it.yaml": "seed: large\n"},
+    "a fraction for a number :: seed": {"it.yaml": "seed: 1.5\n"},
+    "nan :: learning_rate": {"it.yaml": "learning_rate: .nan\n"},
+    "inf :: learning_rate": {"it.yaml": "learning_rate: .inf\n"},
+    "out of range :: seed": {"it.yaml": "seed: -1\n"},
+    "a choice that is none :: loss": {"it.yaml": "loss: l3\n"},
+    "an idle option :: edm_mean": {"it.yaml": "edm_mean: 1\n"},
+    "a date for a number :: seed": {"it.yaml": "seed: 2024-01-01\n"},
+    "a path with NUL :: logging_dir|YAML": {"it.yaml": '"logging_dir": "a\\0b"\n'},
 })
 
 # The folder of a run: nothing in it is trained over.
