@@ -65,7 +65,9 @@ def mutate(path: Path, seed: str) -> None:
         end = min(len(data), place + generator.choice((1, 4, 100, len(data))))
         noise = generator.randbytes(generator.choice((1, 4, 64)))
         values = list(NUMBERS.finditer(bytes(data[:100_000])))
-        kind = generator.choice(("bits", "bytes", "cut", "remove", "repeat", "insert", "value", "value", "header"))
+        kind = generator.choice(
+            ("bits", "bits", "bits", "bytes", "cut", "remove", "repeat", "insert", "value", "value", "header")
+        )
         if kind == "bits" and data:
             for _ in range(generator.choice((1, 1, 8))):
                 data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
