@@ -133,7 +133,7 @@ TARGETS = [
     Target(
         "image to train on",
         "data/mutated.png",
-        f"{TRAIN} --train_data_dir=data --on_bad_image=skip --channels=3 --dry_run",
+        f"{TRAIN} --train_data_dir=data --on_bad_image=skip --channels=1 --dry_run",
         partial(picture, "PNG"),
     ),
     Target("archive zip", "photos.zip", f"{cases.PREPARE} photos.zip --output=out", share=3),
@@ -144,7 +144,7 @@ TARGETS = [
     Target(
         "JSON lines to train on",
         "captioned/metadata.jsonl",
-        f"{TRAIN} --train_data_dir=captioned --channels=3 --dry_run",
+        f"{TRAIN} --train_data_dir=captioned --channels=1 --dry_run",
     ),
     Target("JSON of a preparation", "prepared/prepared.json", f"{cases.PREPARE} photos --output=prepared"),
     Target("npz of images", "samples.npz", f"{cases.EVALUATE} --real=photos --generated=samples.npz", share=2),
@@ -157,17 +157,17 @@ TARGETS = [
     Target(
         "parquet to measure", "parquet/train.parquet", f"{cases.EVALUATE} --real=photos --generated=parquet", share=2
     ),
-    Target("parquet to train on", "parquet/train.parquet", f"{TRAIN} --dataset_name=./parquet --channels=3 --dry_run"),
+    Target("parquet to train on", "parquet/train.parquet", f"{TRAIN} --dataset_name=./parquet --channels=1 --dry_run"),
     Target(
         "arrow",
         "saved/data-00000-of-00001.arrow",
-        f"{TRAIN} --dataset_name=./saved --channels=3 --dry_run",
+        f"{TRAIN} --dataset_name=./saved --channels=1 --dry_run",
         saved_data_set,
     ),
     Target(
         "JSON of a saved data set",
         "saved/state.json",
-        f"{TRAIN} --dataset_name=./saved --channels=3 --dry_run",
+        f"{TRAIN} --dataset_name=./saved --channels=1 --dry_run",
         saved_data_set,
     ),
     Target("JSON of a network", "pipeline/unet/config.json", f"{cases.PIPELINE}", share=3),

@@ -117,6 +117,7 @@ def pipe(path: Path) -> None:
 
 def held(path: Path) -> io.IOBase:
     """Another process, this one, writes to the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a")
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return file
@@ -344,7 +345,7 @@ family("values", GENERATE, """
     --interpolate -1 2                          :: interpolate
     --guidance_interval 5                       :: guidance_interval
 """)
-family("values", "generate.py run", """
+family("values", "generate.py run --ddim --num_inference_steps=2 --output_dir=out", """
     --seeds=0-99999999999                       :: --seeds
     --seeds=9999999999999999999999              :: --seeds
     --seeds=5-1                                 :: backwards
@@ -625,7 +626,7 @@ family("run folder", f"{TRAIN} --max_train_steps=6 --output_dir=class_run", " ::
 
 # Images to train on.
 
-FOLDER = f"{ON_DATA} --train_data_dir=data --channels=3"
+FOLDER = f"{ON_DATA} --train_data_dir=data --channels=1"
 files("images", FOLDER, "data", {
     "missing": {"other/a.png": PNG},
     "a file": {"data": PNG},
@@ -677,7 +678,7 @@ files("images", FOLDER, "metadata", {
     "a table without names": {**DATA, "data/metadata.jsonl": '{"nope": "1.png"}\n'},
     "a table that leads out": {**DATA, "data/metadata.jsonl": '{"file_name": "../home/x.png"}\n'},
 })
-LOCAL = f"{ON_DATA} --dataset_name=./data --channels=3"
+LOCAL = f"{ON_DATA} --dataset_name=./data --channels=1"
 files("data sets", LOCAL, "data", {
     "missing": {"other/x": "x"},
     "empty": {"data": folder},
@@ -715,7 +716,7 @@ family("data sets", ON_DATA, """
     --train_data_dir=                           :: train_data_dir
     --train_data_dir=photos.zip                 :: file
 """)
-files("classes", CONDITIONAL.replace("{tiny}", "{small}") + " --train_data_dir=data --channels=3", "class", {
+files("classes", CONDITIONAL.replace("{tiny}", "{small}") + " --train_data_dir=data --channels=1", "class", {
     "one class": {f"data/cat/{n}.png": PNG for n in range(3)},
     "no folders": DATA,
 })
@@ -730,11 +731,13 @@ family("networks", TRAIN + " --output_dir=out", """
     --model_config_name_or_path=nobody/nothing  :: nobody/nothing & HF_HUB_OFFLINE|offline
     --model_config_name_or_path=encoder         :: encoder
 """)
+files("networks", f"{TRAIN} --output_dir=out --model_config_name_or_path=network", "", {
+    "another class": {"network/config.json": entries(_class_name="StableDiffusionPipeline")},
+    "a class of the system": {"network/config.json": entries(_class_name="os.system")},
+}, code=(0, 2), leaves=OUT)
 files("networks", f"{TRAIN} --output_dir=out --model_config_name_or_path=network", "network", {
     "broken": {"network/config.json": "{"},
     "a list": {"network/config.json": "[]"},
-    "another class": {"network/config.json": entries(_class_name="StableDiffusionPipeline")},
-    "a class of the system": {"network/config.json": entries(_class_name="os.system")},
     "a wrong type": {"network/config.json": entries(block_out_channels="wide")},
     "groups that do not fit": {"network/config.json": entries(norm_num_groups=5)},
     "negative channels": {"network/config.json": entries(block_out_channels=[-8, 16])},
@@ -764,7 +767,7 @@ files("text encoders", BY_TEXT, "encoder", {
 family("text encoders", BY_TEXT, """
     --text_encoder=nope                         :: nope
     --text_encoder=photos                       :: photos
-    --text_encoder=nobody/nothing               :: nobody/nothing & offline
+    --text_encoder=nobody/nothing               :: nobody/nothing & offline|HF_HUB_OFFLINE
     --caption_template=none                     :: class
     --caption_column=nope                       :: nope
 """)
@@ -822,12 +825,12 @@ family("samplers", SAMPLER, """
 
 # Models to generate with.
 
-family("models", "generate.py --num_images=4 --output_dir=out", """
+family("models", WITH, """
                                                 :: run
     --model=nope                                :: nope
     --model=photos                              :: photos
     --model=samples.npz                         :: a file
-    --model=nobody/nothing                      :: nobody/nothing & offline
+    --model=nobody/nothing                      :: nobody/nothing & offline|HF_HUB_OFFLINE
     --model=                                    :: model
     --model=~/nope                              :: nope
     --model=run/checkpoint-99                   :: checkpoint-99
@@ -1124,10 +1127,12 @@ files("runs", f"{MEASURE_RUN} --run_dir=run", "run", {
     "every checkpoint damaged": {"run/checkpoint-*/unet_ema/*.safetensors": flip, "run/model_index.json": None},
     "a size of words": {"run/config.yaml": edit("resolution: 8", "resolution: large")},
     "a size of zero": {"run/config.yaml": edit("resolution: 8", "resolution: 0")},
-    "data that are gone": {"run/config.yaml": edit("dataset_name: digits", "dataset_name: ./gone")},
     "channels of words": {"run/config.yaml": edit("channels: '1'", "channels: many")},
     "keys that are lists": {"run/config.yaml": edit("seed: 0", "seed: [1, 2]")},
     "code": {"run/config.yaml": f"{PLANTED_YAML}\n"},
+})
+files("runs", f"{MEASURE_RUN} --run_dir=run", "gone", {
+    "data that are gone": {"run/config.yaml": edit("dataset_name: digits", "dataset_name: ./gone")},
 })
 family("runs", EVALUATE, """
     --run_dir=nope                              :: nope
@@ -1156,7 +1161,7 @@ family("preparation", PREPARE, """
     encoder --output=out                        :: no image
     ~/nope --output=out                         :: nope
     photos --output=out --classes=nope          :: nope
-""")
+""", leaves=("out",))
 files("preparation", f"{PREPARE} it --output=out", "it", {
     "empty": {"it": folder},
     "only bad images": {"it/a.png": "text", "it/b.png": b""},
@@ -1170,7 +1175,7 @@ files("preparation", f"{PREPARE} it --output=out", "it", {
     "a table that leads out": {"it/a.png": PNG, "it/metadata.jsonl": '{"file_name": "../home/x.png"}\n'},
     "a table of large fields": {"it/a.png": PNG, "it/metadata.csv": "file_name,text\na.png," + "x" * 200_000 + "\n"},
     "a table of NULs": {"it/a.png": PNG, "it/metadata.csv": "file_name\n\0a.png\n"},
-}, timeout=30)
+}, leaves=("out",), timeout=30)
 files("preparation", f"{PREPARE} it.zip --output=out", "it.zip", {
     "noise": {"it.zip": garbage},
     "empty": {"it.zip": b""},
@@ -1183,7 +1188,7 @@ files("preparation", f"{PREPARE} it.zip --output=out", "it.zip", {
     "nothing in it :: no image": {"it.zip": zipped({})},
     "no images :: no image": {"it.zip": zipped({"a.txt": b"x"})},
     "a pickle": {"it.zip": PICKLE},
-})
+}, leaves=("out",))
 files("preparation", f"{PREPARE} it.tar --output=out", "it.tar", {
     "noise": {"it.tar": garbage},
     "cut": {"photos.tar": cut, "it.tar": lambda path: (path.parent / "photos.tar").rename(path)},
@@ -1193,7 +1198,7 @@ files("preparation", f"{PREPARE} it.tar --output=out", "it.tar", {
     "a hard link :: no image": {"it.tar": tarred("a/x.png", tarfile.LNKTYPE, "../../etc/passwd")},
     "a device :: no image": {"it.tar": tarred("a/x.png", tarfile.CHRTYPE)},
     "a pipe :: no image": {"it.tar": tarred("a/x.png", tarfile.FIFOTYPE)},
-})
+}, leaves=("out",))
 files("preparation", f"{PREPARE} photos --output=out", "out", {
     "photos in the output": {"out/mine.png": PNG},
     "a folder in the output": {"out/mine/x.txt": "x"},

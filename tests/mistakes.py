@@ -75,7 +75,11 @@ def words_of(command: str, workshop: Workshop) -> list[str]:
 def prepare(case: Case, workshop: Workshop, folder: Path, held: ExitStack) -> None:
     """Put what the case names into its folder, and do to it what the case wants."""
     (folder / "home").mkdir(parents=True)
-    named = {part.split("/")[0] for text in (case.command, *case.before) for part in re.split(r"[ =]", text)}
+    named = {
+        part.removeprefix("./").split("/")[0]
+        for text in (case.command, *case.before)
+        for part in re.split(r"[ =]", text)
+    }
     named |= {*case.needs, *(path.split("/")[0] for path in case.given)}
     for thing in named.intersection(workshop.things):
         workshop.copy(thing, folder)
@@ -119,7 +123,7 @@ def judge(case: Case, ended: forked.Ended, before: dict[str, object], after: dic
         found.append(f"exit code {ended.code} instead of {' or '.join(map(str, codes))}")
     if "Traceback" in printed or "Exception ignored" in printed:
         found.append(f"a traceback: {printed.strip().splitlines()[-1][:300]}")
-    elif ended.code in (1, 2) and len(errors) != 1:
+    elif (ended.code == 2 or (ended.code == 1 and case.code != 1)) and len(errors) != 1:
         found.append(f"{len(errors)} lines of an error instead of 1")
     said = errors[-1] if ended.code and errors else printed
     for word in case.words:
