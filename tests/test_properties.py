@@ -15,7 +15,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 from conftest import run_training
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
@@ -39,7 +39,7 @@ TRIED = settings(
 ORDINARY = {
     "loss": st.sampled_from(get_args(TYPES["loss"])),
     "ddpm_beta_schedule": st.sampled_from(get_args(TYPES["ddpm_beta_schedule"])),
-    "ddpm_num_steps": st.sampled_from([20, 100, 1000]),
+    "ddpm_num_steps": st.sampled_from([100, 1000]),
     "variance_type": st.sampled_from(get_args(TYPES["variance_type"])),
     "prediction_type": st.sampled_from(get_args(TYPES["prediction_type"])),
     "total_batch_size": st.sampled_from([16, 32]),
@@ -121,7 +121,7 @@ def last_checkpoint(run: Path) -> dict[str, object]:
     return files | {"state": {**json.loads((folder / "state.json").read_text()), "train_seconds": 0}}
 
 
-@TRIED
+@settings(TRIED, phases=[Phase.generate])  # to make a failure smaller would take minutes
 @given(options=configurations())
 def test_any_valid_configuration_trains_and_resumes_to_the_bit(options, tiny_flags):
     with tempfile.TemporaryDirectory() as name:
