@@ -234,7 +234,7 @@ TARGETS = [
     Target(
         "CSV of results",
         "measured/evaluation_results.csv",
-        f"{cases.EVALUATE} --compare measured measured_too",
+        "evaluate.py --compare measured measured_too",
         share=2,
     ),
     Target(

@@ -204,6 +204,7 @@ def huge_png(width: int, height: int) -> bytes:
 
 
 PNG = png(np.arange(192, dtype=np.uint8).reshape(8, 8, 3))
+NOISE = png(np.random.default_rng(1).integers(0, 256, (8, 8, 3), np.uint8))
 SMALLEST = png(np.zeros((1, 1, 3), np.uint8))
 GREY = png(np.zeros((8, 8), np.uint8))
 TORCHSCRIPT = zipped({"archive/data.pkl": PICKLE, "archive/version": b"3"})
@@ -363,9 +364,11 @@ family("values", "generate.py run --ddim --num_inference_steps=2 --output_dir=ou
 family("values", f"{EVALUATE} --generated=images --real=photos", """
     --num_images=5                              :: --num_images
     --num_images=99                             :: 99 & 12
+    --feature_batch_size=0                      :: feature_batch_size
+""")
+family("values", "evaluate.py --generated=images --real=photos", """
     --modes nope                                :: nope
     --modes clean clean                         :: twice
-    --feature_batch_size=0                      :: feature_batch_size
 """)
 family("values", f"{EVALUATE} --run_dir=run", """
     --guidance_scales nan                       :: guidance_scales
@@ -383,7 +386,7 @@ family("values", f"{PREPARE} photos --output=out", """
 """)
 family("values", VISUALIZE, """
     --schedules nope                            :: nope & linear
-    --ddpm_num_steps=1                          :: 2 or greater
+    --ddpm_num_steps=1                          ::  2 
     --ddpm_num_steps=99999999999999             :: ddpm_num_steps
     --num_images=0                              :: num_images
 """)
@@ -392,7 +395,7 @@ family("values", VISUALIZE, """
 
 family("conflicts", "train_unconditional.py {tiny} --output_dir=out", """
     --train_data_dir=photos                     :: --train_data_dir & --dataset_name
-    --logger=wandb --hub_token=hf_SECRET        :: wandb & !SECRET
+    --logger=wandb --hub_token=hf_SECRET        :: wandb|push_to_hub & !SECRET
     --resume_from_checkpoint=nope               :: nope
     --resume_from_checkpoint=photos             :: photos
     --timestep_sampler_options width=3          :: timestep_sampler_options
@@ -415,8 +418,7 @@ family("idle options", "train_unconditional.py {tiny} --max_train_steps=1 --outp
     --snr_gamma=5 --loss_weighting=p2           :: snr_gamma
     --lr_scheduler=constant --lr_warmup_steps=7 :: lr_warmup_steps
     --ema_max_decay=0.5 --no_use_ema            :: ema_max_decay
-    --ema_warmup --no_use_ema                   :: ema_warmup
-    --hub_model_id=me/model                     :: hub_model_id & push_to_hub
+    --ema_warmup --no_use_ema                   :: ema_
     --hub_private_repo                          :: hub_private_repo & push_to_hub
     --tracker_project_name=x                    :: tracker_project_name & wandb
     --dataset_config_name=x                     :: dataset_config_name
@@ -468,12 +470,14 @@ family("idle options", EVALUATE, """
     --generated=images --real=photos --modes clean :: modes
     --run_dir=run --resolution=16               :: resolution
     --run_dir=run --ddpm --ddim                 :: choose one
+    --save_statistics=x.safetensors --real=images :: resolution
+""")
+family("idle options", "evaluate.py", """
     --compare measured                          :: two runs
     --compare measured measured                 :: measured
     --compare run nope                          :: run|nope
     --compare measured photos                   :: photos
     --compare measured measured_too --num_images=10 :: num_images
-    --save_statistics=x.safetensors --real=images :: resolution
 """)
 family("idle options", "prepare_data.py photos --output=out --num_workers=0", """
     --center_crop                               :: center_crop & resolution
@@ -563,13 +567,13 @@ files("run folder", f"{AGAIN} --max_train_steps=6", "", {
     "a checkpoint that is a file": {"run/checkpoint-9": "text"},
     "a checkpoint of no number": {"run/checkpoint-best/manifest.json": "{}"},
     "a newer checkpoint that is empty": {"run/checkpoint-9": folder},
+    "metrics that are not text": {"run/metrics.jsonl": b'{"step": 1}\n\xff\xfe\n'},
+    "metrics of something else": {"run/metrics.jsonl": "[1]\n"},
     "metrics that end in the middle": {"run/metrics.jsonl": cut},
     "a leftover of a kill": {"run/.checkpoint-6.tmp/x": "x", "run/.checkpoint-1.old/x": "x"},
 }, code=(0, 2), leaves=("run/*",))
 files("run folder", f"{AGAIN} --max_train_steps=6 --logger=tensorboard", "run", {
-    "metrics that are not text": {"run/metrics.jsonl": b'{"step": 1}\n\xff\xfe\n'},
     "metrics that are a folder": {"run/metrics.jsonl": folder},
-    "metrics of something else": {"run/metrics.jsonl": "[1]\n"},
     "logs that are a file": {"run/logs": file_instead},
     "a configuration that is a folder": {"run/config.yaml": folder},
     "a lock that is a folder": {"run/.lock": both(Path.unlink, folder)},
@@ -618,7 +622,7 @@ family("run folder", AGAIN, """
 """, code=(0, 2), leaves=("run/*",))
 family("run folder", f"{TRAIN} --max_train_steps=1 --output_dir=~/deep/run", "::", code=0,
        check=has("home/deep/run/README.md"))
-family("run folder", "generate.py ~/run --num_images=4", " :: ~/run")
+family("run folder", "generate.py ~/run --num_images=4", " :: /run")
 family("run folder", f"{CONDITIONAL.replace('=out', '=run')} --max_train_steps=6", " :: condition|run",
        leaves=("run/.lock",))
 family("run folder", f"{TRAIN} --max_train_steps=6 --output_dir=class_run", " :: condition|class",
@@ -640,7 +644,7 @@ DATA = {f"data/{number}.png": png(np.full((8, 8, 3), number * 9, np.uint8)) for 
 files("images", FOLDER, "bad", {
     "one that is text": {**DATA, "data/bad.png": "text"},
     "one that is empty": {**DATA, "data/bad.png": b""},
-    "one that is cut": {**DATA, "data/bad.png": PNG[:60]},
+    "one that is cut": {**DATA, "data/bad.png": NOISE[:100]},
     "one of noise": {**DATA, "data/bad.jpg": garbage},
     "one that claims to be huge": {**DATA, "data/bad.png": huge_png(60000, 60000)},
     "one that claims to be larger than memory": {**DATA, "data/bad.png": huge_png(2**31 - 1, 2**31 - 1)},
@@ -1113,7 +1117,7 @@ files("tables", MEASURE_RUN + " --run_dir=measured", "evaluation_results", {
     "a row too short": {"measured/evaluation_results.csv": lambda path: path.write_bytes(path.read_bytes() + b"1,2\n")},
     "a folder": {"measured/evaluation_results.csv": folder},
 }, leaves=("measured/.lock",))
-files("tables", f"{EVALUATE} --compare measured measured_too", "measured", {
+files("tables", "evaluate.py --compare measured measured_too", "measured", {
     "none": {"measured/evaluation_results.csv": None},
     "noise": {"measured/evaluation_results.csv": garbage},
     "words for numbers": {"measured/evaluation_results.csv": edit(",10,", ",ten,")},
