@@ -386,7 +386,7 @@ family("values", f"{PREPARE} photos --output=out", """
 """)
 family("values", VISUALIZE, """
     --schedules nope                            :: nope & linear
-    --ddpm_num_steps=1                          ::  2 
+    --ddpm_num_steps=1                          ::  2
     --ddpm_num_steps=99999999999999             :: ddpm_num_steps
     --num_images=0                              :: num_images
 """)
