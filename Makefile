@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ENVIRONMENT = .venv/bin/python
 
-.PHONY: demo race test faults lint house format clean
+.PHONY: demo race test faults mistakes fuzz lint house format clean
 
 demo: .venv/.installed ## train on the embedded digits, generate, evaluate
 	@$(ENVIRONMENT) train_unconditional.py --config configs/digits.yaml --output_dir runs/demo
@@ -20,8 +20,15 @@ race: .venv/.installed ## two ways to draw timesteps on the digits, by the clock
 test: .venv/.installed-dev ## the whole test suite
 	@$(ENVIRONMENT) -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-faults: .venv/.installed-dev ## kill runs for some ten minutes and compare what is left
-	@$(ENVIRONMENT) tests/storm.py --kills 10
+faults: .venv/.installed-dev ## kill programs a hundred times, for some fifteen minutes, and compare what is left
+	@$(ENVIRONMENT) tests/storm.py
+
+mistakes: .venv/.installed-dev ## a thousand mistakes, damaged files and attacks, in less than ten minutes
+	@$(ENVIRONMENT) tests/mistakes.py
+
+fuzz: .venv/.installed-dev ## two thousand damaged files, and configurations that nobody wrote down
+	@EXACT_DDPM_EXAMPLES=100 $(ENVIRONMENT) -m pytest tests/test_properties.py
+	@$(ENVIRONMENT) tests/fuzz.py
 
 lint: .venv/.installed-dev
 	@$(ENVIRONMENT) -m ruff check .

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from common.errors import UserError, user_errors
 from common.files import write_atomically
+from common.interruption import fault_point
 from evaluation.metrics import METRICS, SPREAD, Metric, metric_of
 from run_folder.folder import BEST_SCORES, RESULTS
 
@@ -108,9 +109,11 @@ def remove_replaced(output_dir: Path, weights: dict[tuple[int | None, str], str]
 
 def _write(output_dir: Path, rows: list[Row]) -> None:
     without_blanks = [{name: value for name, value in row.items() if value is not None} for row in rows]
-    write_atomically(output_dir / RESULTS, as_csv([*KEYS, *metric_columns(rows)], rows))
     write_atomically(output_dir / RESULTS_JSON, json.dumps(without_blanks, indent=2) + "\n")
+    fault_point("table")
     write_atomically(output_dir / BEST_SCORES, as_csv(["metric", "best", *KEYS], best_scores(rows)))
+    # Last: what is in here is not measured again.
+    write_atomically(output_dir / RESULTS, as_csv([*KEYS, *metric_columns(rows)], rows))
 
 
 def metric_columns(rows: list[Row]) -> list[str]:

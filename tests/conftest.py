@@ -48,6 +48,52 @@ def make_tiny_network(folder: Path, **settings: object) -> Path:
     return folder
 
 
+def make_text_encoder(folder: Path) -> Path:
+    """An encoder with random weights and the words that captions of digits are made of."""
+    import torch
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    folder.mkdir()
+    words = "[PAD] [UNK] [CLS] [SEP] a the handwritten digit zero one two three four five six seven eight nine".split()
+    vocabulary = {word: number for number, word in enumerate(words)}
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=8,
+    )
+    BertModel(config).save_pretrained(folder)
+    BertTokenizer(vocab=vocabulary, model_max_length=512).save_pretrained(folder)
+    return folder
+
+
+def make_text_network(folder: Path) -> Path:
+    """A network that reads text, as small as the others."""
+    from diffusers import UNet2DConditionModel
+
+    from training.network import PAPER_ARITHMETIC
+
+    settings = {
+        **PAPER_ARITHMETIC,
+        "norm_num_groups": 4,
+        "layers_per_block": 1,
+        "attention_head_dim": 2,
+        "sample_size": 8,
+        "in_channels": 1,
+        "out_channels": 1,
+        "block_out_channels": (8, 16),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "cross_attention_dim": 16,
+        "dropout": 0.1,
+    }
+    UNet2DConditionModel(**settings).save_config(folder)
+    return folder
+
+
 def make_tiny_flags(network: Path, cache_dir: Path) -> list[str]:
     """Digits, the tiny network, and little of everything."""
     return [
@@ -79,52 +125,12 @@ def network_without_dropout(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def text_encoder(tmp_path_factory) -> Path:
-    """An encoder with random weights and the words that captions of digits are made of."""
-    import torch
-    from transformers import BertConfig, BertModel, BertTokenizer
-
-    folder = tmp_path_factory.mktemp("tiny") / "encoder"
-    folder.mkdir()
-    words = "[PAD] [UNK] [CLS] [SEP] a the handwritten digit zero one two three four five six seven eight nine".split()
-    vocabulary = {word: number for number, word in enumerate(words)}
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=8,
-    )
-    BertModel(config).save_pretrained(folder)
-    BertTokenizer(vocab=vocabulary, model_max_length=512).save_pretrained(folder)
-    return folder
+    return make_text_encoder(tmp_path_factory.mktemp("tiny") / "encoder")
 
 
 @pytest.fixture(scope="session")
 def text_network(tmp_path_factory) -> Path:
-    """A network that reads text, as small as the others."""
-    from diffusers import UNet2DConditionModel
-
-    from training.network import PAPER_ARITHMETIC
-
-    folder = tmp_path_factory.mktemp("tiny") / "network"
-    settings = {
-        **PAPER_ARITHMETIC,
-        "norm_num_groups": 4,
-        "layers_per_block": 1,
-        "attention_head_dim": 2,
-        "sample_size": 8,
-        "in_channels": 1,
-        "out_channels": 1,
-        "block_out_channels": (8, 16),
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-        "cross_attention_dim": 16,
-        "dropout": 0.1,
-    }
-    UNet2DConditionModel(**settings).save_config(folder)
-    return folder
+    return make_text_network(tmp_path_factory.mktemp("tiny") / "network")
 
 
 @pytest.fixture(scope="session")

@@ -9,17 +9,20 @@ import torch
 from conftest import run_script, run_training
 
 
-@pytest.fixture(scope="module")
-def network(tmp_path_factory) -> Path:
+def make_vision_network(folder: Path) -> Path:
     """A vision model of transformers that sees 28x28 pixels."""
     from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
 
-    folder = tmp_path_factory.mktemp("networks") / "tiny-vision"
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
     Dinov2Model(Dinov2Config(**shape)).save_pretrained(folder)
     BitImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory) -> Path:
+    return make_vision_network(tmp_path_factory.mktemp("networks") / "tiny-vision")
 
 
 @pytest.fixture(scope="module")
