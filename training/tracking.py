@@ -245,7 +245,9 @@ class Tracking:
         by_bin = {"density": rounded(bins.total(density))}
         if self.timesteps.latest is not None:
             by_bin["loss"] = self.timesteps.latest["loss"]
-        by_bin |= {f"signal_{name}": rounded(bins.average(table)) for name, table in state.loss.sampler.signals().items()}
+        by_bin |= {
+            f"signal_{name}": rounded(bins.average(table)) for name, table in state.loss.sampler.signals().items()
+        }
         for name, values in by_bin.items():
             edges, heights = bins.with_gaps(np.nan_to_num(np.array(values, dtype=float)), 0)
             self._log_histogram(f"log_snr/{name}", edges, heights, state.step)
