@@ -4,8 +4,8 @@
     python tests/storm.py --kills 2 evaluate.py   # two kills of the scenarios with this word in their names
 
 A kill comes at a random moment or at a named point of the program (`common/interruption.py`). What a run leaves must
-be the same to the bit: weights, moving average, optimiser, state, sample grids, metrics, timesteps, curves; of the other
-scripts, every file.
+be the same to the bit: weights, moving average, optimiser, state, sample grids, metrics, timesteps and curves; of the
+other scripts, every file.
 """
 
 import argparse

@@ -33,7 +33,7 @@ def test_tensors_come_back_or_not_at_all(tmp_path, dtype):
     for position in (-1, len(whole) // 2, whole.index(b"somebody"), whole.index(b'"a"') + 1, 0):
         path.write_bytes(whole)
         damage(path, position)
-        with pytest.raises(OSError):
+        with pytest.raises(OSError):  # noqa: PT011
             load_safetensors(path)
     save_file(tensors, path)  # by another program, without a checksum
     with pytest.raises(OSError, match="it is not what was written"):

@@ -54,8 +54,10 @@ def test_one_process_then_two_then_one(tiny_flags, network_without_dropout, tmp_
         outputs.append(preloaded.run(part, processes).stderr)
     preloaded.run([*command, "--max_train_steps=12", f"--output_dir={whole}"])
     assert losses_of(parts) == pytest.approx(losses_of(whole), rel=1e-5)
-    for line, expected in zip(*(lines_of(run, "timesteps.jsonl") for run in (parts, whole)), strict=True):
-        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    by_bin = [
+        [loss or 0 for line in lines_of(run, "timesteps.jsonl") for loss in line["loss"]] for run in (parts, whole)
+    ]
+    assert by_bin[0] == pytest.approx(by_bin[1], rel=1e-4)
     for count, output in zip((2, 1, 2), outputs, strict=True):
         assert f"Gradient Accumulation steps = {count}" in output
     assert not any("Other settings" in output for output in outputs)
