@@ -1,5 +1,6 @@
 """Everything is checked where it comes in, before the work; what is still unexpected is one line."""
 
+import errno
 import os
 import signal
 import socket
@@ -388,3 +389,23 @@ def test_a_line_of_metrics_that_is_damaged_is_left_out(short_run, train, tmp_pat
     assert [line["step"] for line in RunFolder(run).read_metrics()] == [1, 2]
     train(run, "--max_train_steps=3")
     assert [line["step"] for line in metrics_of(run)] == [1, 2, 3]
+
+
+# Of the thread in which TensorBoard writes; `run_script` makes a line of it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("until", [0, 3])
+def test_a_full_disk_ends_the_curves_and_not_the_run(until, train, tmp_path, monkeypatch, capsys):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    original, writes = RecordWriter.write, []
+
+    def write(writer: RecordWriter, data: bytes) -> None:
+        writes.append(data)
+        if len(writes) > until:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(writer, data)
+
+    monkeypatch.setattr(RecordWriter, "write", write)
+    run = train(tmp_path / "run", "--max_train_steps=6", "--logger=tensorboard")
+    assert len(metrics_of(run)) == 6
+    assert "curves in tensorboard: No space left on device" in capsys.readouterr().err

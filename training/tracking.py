@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+from common.errors import reason_of
 from common.files import write_atomically
 from common.interruption import fault_point
 from common.processes import Processes
@@ -275,7 +276,7 @@ class Tracking:
         try:
             action(self.tracker)
         except OSError as error:
-            logger.warning("No more curves in %s: %s", self.tracker.name, error.strerror)
+            logger.warning("No more curves in %s: %s", self.tracker.name, reason_of(error))
             self.tracker = None
 
     def close(self) -> None:
@@ -294,9 +295,13 @@ def open_tracker(config: TrainingConfig, step: int):
         tracker = TensorBoardTracker("", output_dir / config.logging_dir, purge_step=step + 1)
     else:
         tracker = WandBTracker(config.tracker_project_name, name=output_dir.name, dir=str(output_dir))
-    tracker.start()
-    # As text: TensorBoard takes no lists or missing values as hyper-parameters.
-    tracker.log({"configuration": RunFolder(output_dir).config_file.read_text(encoding="utf-8")}, step=step)
+    try:
+        tracker.start()
+        # As text: TensorBoard takes no lists or missing values as hyper-parameters.
+        tracker.log({"configuration": RunFolder(output_dir).config_file.read_text(encoding="utf-8")}, step=step)
+    except OSError as error:
+        logger.warning("No curves in %s: %s", tracker.name, reason_of(error))
+        return None
     return tracker
 
 
