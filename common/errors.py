@@ -121,6 +121,8 @@ class Stream(io.FileIO):
             if self.fileno() == 1 and error.errno != errno.EPIPE and not _same_file(1, 2):
                 os.dup2(2, 1)
                 say(f"the standard output cannot be written ({error.strerror}); what follows was meant for it")
+            elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return len(data)  # is lost; there may be room for what comes later
             else:
                 _lead_nowhere(self.fileno())
             return self.write(data)

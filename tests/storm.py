@@ -238,7 +238,8 @@ def differences(run: Path, reference: Path) -> list[str]:
             found.append(name)
     if curve(run) != curve(reference):
         found.append("TensorBoard")
-    left = [path.name for path in run.iterdir() if path.name.startswith(".") and path.name != ".lock"]
+    kept = (".lock", ".checkpoint-saved")
+    left = [path.name for path in run.iterdir() if path.name.startswith(".") and path.name not in kept]
     return found + [f"left behind: {name}" for name in left]
 
 

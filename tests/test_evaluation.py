@@ -276,7 +276,7 @@ class TestErrors:
             ("--run_dir=a --resolution=64", "--resolution: the real images are brought to the resolution of the run"),
             ("--compare a", "--compare needs two runs or more"),
             ("--generated=a --real=b --save_statistics=c --modes clean legacy_pytorch", "name one, and no"),
-            ("--samples=a", "unknown flag --samples=a; did you mean --generated?"),
+            ("--samples=a", "unknown flag --samples; did you mean --generated?"),
         ],
     )
     def test_flags(self, flags, message):

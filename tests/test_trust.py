@@ -120,7 +120,8 @@ def test_a_sampler_that_only_a_file_names_is_not_run(run, marker, tiny_flags, tm
 
 def test_yaml_with_tags(run, marker, tmp_path):
     file = run / "config.yaml"
-    file.write_text(f"{file.read_text()}\nmodel_config_name_or_path: {marker.yaml}\n")
+    kept = [line for line in file.read_text().splitlines() if not line.startswith("model_config_name_or_path")]
+    file.write_text("\n".join([*kept, f"model_config_name_or_path: {marker.yaml}"]))
     with pytest.raises(UserError, match="is not what a training wrote there"):
         RunFolder(run).read_config()
     with pytest.raises(UserError, match="is not valid YAML"):
