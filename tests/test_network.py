@@ -9,7 +9,8 @@ from diffusers import UNet2DModel
 from original_unet import OriginalUNet, load_from_diffusers
 from torch import Tensor
 
-from training.network import build_unet, initialize_like_paper
+from common.errors import UserError
+from training.network import build_unet, initialize_like_paper, load_network
 
 TIMESTEPS = (0, 10, 300, 999)
 
@@ -222,3 +223,9 @@ def test_first_loss_is_one(initialized_unet):
 
     prediction = copy.deepcopy(initialized_unet).train()(signal * images + sigma * noise, t).sample
     assert (prediction - noise).square().mean().item() == pytest.approx(1.00, abs=0.02)
+
+
+def test_a_network_that_is_nowhere_says_where_it_was_looked_for(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=r"x: no file or folder, nor to be had from the Hub \(the Hub was not asked"):
+        load_network("nobody/x", 8)

@@ -1,12 +1,13 @@
 """The network: the paper's U-Net as a UNet2DModel, its shapes for other sizes, and the paper's initialisation."""
 
 from bisect import bisect
+from pathlib import Path
 
 import torch
 from diffusers import UNet2DConditionModel, UNet2DModel
 from torch import nn
 
-from common.errors import UserError, user_errors
+from common.errors import UserError, reason_of_hub, user_errors
 from run_folder.config import TrainingConfig
 
 Network = UNet2DModel | UNet2DConditionModel
@@ -129,6 +130,12 @@ def load_network(name_or_path: str, resolution: int, condition: Conditioning = N
     """Load the network that a config.json describes (a file, a folder or a Hub id), and try it with one image."""
     flag = f"--model_config_name_or_path {name_or_path}"
     kind = UNet2DConditionModel if reads_text(condition) else UNet2DModel
+    if not Path(name_or_path).exists():
+        try:
+            kind.load_config(name_or_path)
+        except Exception as error:  # of the Hub, or of the network
+            reason = reason_of_hub(error)
+            raise UserError(f"{flag}: no file or folder, nor to be had from the Hub ({reason})") from error
     with user_errors(f"{flag}: not a {kind.__name__} configuration", Exception):  # whatever a wrong entry runs into
         settings = kind.load_config(name_or_path)
         if reads_text(condition) and settings.get("_class_name") == "UNet2DModel":
