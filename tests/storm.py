@@ -238,9 +238,8 @@ def differences(run: Path, reference: Path) -> list[str]:
             found.append(name)
     if curve(run) != curve(reference):
         found.append("TensorBoard")
-    kept = (".lock", ".checkpoint-saved")
-    left = [path.name for path in run.iterdir() if path.name.startswith(".") and path.name not in kept]
-    return found + [f"left behind: {name}" for name in left]
+    left, expected = ({path.name for path in folder.glob(".*")} for folder in (run, reference))
+    return found + [f"left behind: {name}" for name in sorted(left - expected)]
 
 
 def lines_but_for_times(path: Path) -> list[dict]:
