@@ -1,7 +1,6 @@
 """Being stopped: by signals, by another run, by a full disk, by the loss of a process."""
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -207,8 +206,8 @@ def test_a_lost_process_is_named(tiny_flags, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Six megabytes, which take some checkpoints of the tiny network and not many."""
-    disk = tmp_path / "disk"
+    """Six megabytes, which take some checkpoints of the tiny network and not many; logs are beside it."""
+    disk = tmp_path / "run"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode != 0:
@@ -217,10 +216,10 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_full_disk_does_not_lose_the_run(tiny_flags, small_disk, tmp_path):
+def test_a_full_disk_does_not_lose_the_run(tiny_flags, small_disk):
     """Filled while the run goes on; emptied again; the next save succeeds and the run ends well."""
     flags = [*tiny_flags, *LONG, "--checkpointing_steps=20", "--checkpoints_total_limit=1"]
-    run = Run(flags, small_disk / "run")
+    run = Run(flags, small_disk)
     run.wait_for(lambda: "checkpoint-20" in run.output)
     filler = small_disk / "filler"
     with filler.open("wb", buffering=0) as file:
@@ -240,6 +239,5 @@ def test_a_full_disk_does_not_lose_the_run(tiny_flags, small_disk, tmp_path):
     run.process.terminate()
     assert run.end() == EXIT_INTERRUPTED
     step = assert_saved(run)
-    assert Run([*flags, f"--max_train_steps={step + 2}"], small_disk / "run").end() == 0
+    assert Run([*flags, f"--max_train_steps={step + 2}"], small_disk).end() == 0
     assert metrics_of(run.output_dir)[-1]["step"] == step + 2
-    shutil.rmtree(run.output_dir)
