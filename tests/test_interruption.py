@@ -206,8 +206,8 @@ def test_a_lost_process_is_named(tiny_flags, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Six megabytes, which take some checkpoints of the tiny network and not many."""
-    disk = tmp_path / "disk"
+    """Six megabytes, which take some checkpoints of the tiny network and not many; logs are beside it."""
+    disk = tmp_path / "run"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode != 0:
@@ -216,7 +216,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_full_disk_does_not_lose_the_run(tiny_flags, small_disk, tmp_path):
+def test_a_full_disk_does_not_lose_the_run(tiny_flags, small_disk):
     """Filled while the run goes on; emptied again; the next save succeeds and the run ends well."""
     flags = [*tiny_flags, *LONG, "--checkpointing_steps=20", "--checkpoints_total_limit=1"]
     run = Run(flags, small_disk)  # its output is beside it, where there is room
