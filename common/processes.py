@@ -134,7 +134,9 @@ class Processes:
         host = os.environ["MASTER_ADDR"]
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.is_main else None
         port = self.broadcast(store.port if store is not None else None)
-        return store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+        store = store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+        self.barrier()  # process 0 may end at once, for a mistake, and others would look for it for minutes
+        return store
 
     def _call_roll(self) -> str:
         """Return the numbers of the processes that do not answer."""
