@@ -12,7 +12,7 @@ demo: .venv/.installed ## train on the embedded digits, generate, evaluate
 	@echo "Look at runs/demo/samples/step-1000.png, runs/demo/KID_vs_TrainingSteps.png, and at all curves with"
 	@echo "  .venv/bin/tensorboard --logdir runs/demo/logs"
 
-race: .venv/.installed ## two ways to draw timesteps on the digits, by the clock: about two minutes
+race: .venv/.installed ## two ways to draw timesteps on the digits, by the clock
 	@$(ENVIRONMENT) -m benchmarks.race benchmarks/races/toy.yaml
 	@echo
 	@cat benchmarks/results/race/toy/race.md
