@@ -188,7 +188,8 @@ class MarginalReturn(TimestepSampler):
         (count, total, squares), (count_before, total_before, squares_before) = (
             self.moments[:, start : start + THIRDS].sum(1) for start in (1, 1 + THIRDS)
         )
-        in_range = self.bins.total(self.range) > 0
+        # Of a bin that the range hardly touches, losses are too rare to wait for.
+        in_range = self.bins.total(self.range) > self.bins.total(self.bins.widths) / 2
         known = torch.minimum(count, count_before) >= WORTH_A_LOOK
         self.returns, self.expected = torch.zeros_like(total), torch.ones_like(total)
         trust = 0.0

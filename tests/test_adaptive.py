@@ -286,6 +286,18 @@ def test_noise_earns_nothing_and_every_timestep_keeps_its_floor():
     assert not torch.equal(sampler.describe(), prior)
 
 
+def test_it_adapts_by_its_own_draws_within_a_few_hundred_steps():
+    """A bin at the edge of the range, which is drawn a hundred times less often than others, is not waited for."""
+    sampler = MarginalReturn(build_scheduler().alphas_cumprod)
+    prior = sampler.describe()
+    heights, limits = power_laws(sampler.bins)
+    for step in range(300):
+        timesteps, _ = sampler.sample(64, generator_for("timesteps", step))
+        bins = sampler.bins.of_timestep[timesteps]
+        sampler.observe(step, timesteps, limits[bins] + heights[bins] * (step + 1) ** -0.5)
+    assert (sampler.describe() - prior).abs().sum() > 0.15
+
+
 @pytest.mark.parametrize("prediction_type", ["v_prediction", "sample"])
 def test_returns_are_of_errors_of_epsilon_whatever_is_predicted(prediction_type):
     options = vars(TrainingConfig(timestep_sampler="marginal_return", loss_weighting="min_snr"))
