@@ -62,6 +62,17 @@ def fits_in_memory(advice: str) -> Iterator[None]:
         raise UserError(f"{advice} ({reason_of(error)})") from error
 
 
+@contextlib.contextmanager
+def can_be_compiled(advice: str) -> Iterator[None]:
+    """End with one line where torch.compile fails: for want of a C++ compiler, for example."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        raise UserError(f"{advice} ({reason_of(getattr(error, 'inner_exception', error))})") from error
+
+
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy to the device; from pinned memory a copy to a GPU does not wait for the work before it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -323,6 +323,7 @@ class SystemOptions:
         None, "Precision of the network (default: what `accelerate launch` says, else no); noise stays float32."
     )
     allow_tf32: bool = option(False, "Allow TF32 matrix products on GPUs that have them.")
+    compile: bool = option(False, "Compile the network before the first step, which takes minutes once.")
     dry_run: bool = option(False, "Print the configuration and the audit against the paper, then stop.", saved=False)
     config: str | None = option(None, "YAML file with any of these options; flags override it.", saved=False)
 

@@ -12,7 +12,7 @@ import torch
 
 from common.files import write_atomically
 from common.interruption import stop_requested, stops_deferred
-from common.machine import fits_in_memory
+from common.machine import can_be_compiled, fits_in_memory
 from common.processes import Processes
 from common.randomness import generator_for
 from conditions.condition import Condition
@@ -207,13 +207,20 @@ def opened(run: Run) -> Iterator[None]:
         write_atomically(folder.config_file, as_yaml(config))
         folder.write_condition(run.condition)
     run.over_at_start = run.is_over()
-    run.network = processes.accelerator.prepare(state.unet)
+    # Before the exchange of gradients is wrapped around it. Grids are drawn with `state.unet`, which stays as it is.
+    run.network = processes.accelerator.prepare(torch.compile(state.unet) if config.compile else state.unet)
     advice = (
         f"--train_batch_size {run.sizes.per_device}: a step of so many images, or a grid of --eval_batch_size "
         f"{config.eval_batch_size}, does not fit in the memory of {processes.device}; lower them, with "
         f"--total_batch_size {run.sizes.total} to keep the batch by accumulation"
     )
-    with closing(Tracking(run)) as run.tracking, processes.reporting_dead_peers(), fits_in_memory(advice):
+    not_here = "--compile: this machine cannot compile the network; train without it"
+    with (
+        closing(Tracking(run)) as run.tracking,
+        processes.reporting_dead_peers(),
+        fits_in_memory(advice),
+        can_be_compiled(not_here),
+    ):
         run.milestones = Milestones(run, CheckpointWriter(config, checkpoint))
         yield
     log_end(run)
