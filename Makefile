@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ENVIRONMENT = .venv/bin/python
 
-.PHONY: demo race test faults mistakes fuzz lint house format clean
+.PHONY: demo check race test faults mistakes fuzz lint house format clean
 
 demo: .venv/.installed ## train on the embedded digits, generate, evaluate
 	@$(ENVIRONMENT) train_unconditional.py --config configs/digits.yaml --output_dir runs/demo
@@ -11,6 +11,9 @@ demo: .venv/.installed ## train on the embedded digits, generate, evaluate
 	@echo
 	@echo "Look at runs/demo/samples/step-1000.png, runs/demo/KID_vs_TrainingSteps.png, and at all curves with"
 	@echo "  .venv/bin/tensorboard --logdir runs/demo/logs"
+
+check: .venv/.installed ## is this machine ready? half a minute
+	@$(ENVIRONMENT) check.py
 
 race: .venv/.installed ## two ways to draw timesteps on the digits, by the clock
 	@$(ENVIRONMENT) -m benchmarks.race benchmarks/races/toy.yaml

@@ -1,0 +1,43 @@
+"""check.py: what it says of a machine, and of a script that fails on it."""
+
+from conftest import run_script
+
+import check
+
+
+def test_each_finding_is_a_line_and_problems_are_counted(capsys):
+    assert check.show([("python", "3.11", ""), ("device", "no GPU", "buy one")]) == 1
+    assert capsys.readouterr().out == f"  {'python':<12} 3.11\n! {'device':<12} no GPU\n{'':15}buy one\n"
+
+
+def test_the_machine(monkeypatch):
+    found = {what: (text, advice) for what, text, advice in check.machine()}
+    assert found["packages"][0].startswith("torch 2.")
+    assert all(advice == "" for _, advice in found.values())
+    monkeypatch.setattr(check, "ENOUGH_DISK_GB", 1e9)
+    monkeypatch.setattr(check, "OLDEST_PYTHON", (99, 0))
+    problems = {what for what, _, advice in check.machine() if advice}
+    assert problems == {"python", "disk"}
+
+
+def test_a_script_that_fails_gives_its_last_line(tmp_path):
+    what, found, advice = check.outcome("training", "train_unconditional.py --foo", tmp_path, lambda: "fine")
+    assert (what, found) == ("training", "failed")
+    assert advice.startswith("train_unconditional.py: error: unknown flag --foo")
+
+
+def test_all_of_it(monkeypatch, tmp_path, capsys):
+    """With stand-ins for the three scripts, whose own tests run them."""
+    ran = []
+
+    def outcome(what, command, path, result):
+        ran.append((what, command.split()[0], path))
+        return what, "fine", ""
+
+    monkeypatch.setattr(check, "outcome", outcome)
+    run_script("check", f"--output_dir={tmp_path / 'run'}")
+    assert [entry[:2] for entry in ran] == [
+        ("training", "train_unconditional.py"), ("generation", "generate.py"), ("evaluation", "evaluate.py"),
+    ]  # fmt: skip
+    assert ran[2][2] == tmp_path / "run" / "check" / "images"
+    assert "This machine is ready." in capsys.readouterr().out
