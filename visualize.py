@@ -9,7 +9,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import ClassVar, get_args, get_type_hints
 
 from common.errors import UserError, run_script
 from common.files import first_existing
@@ -40,6 +40,7 @@ class DissolvingOptions:
     cache_dir: str | None = option(None, "Folder for downloaded data (default: that of datasets).")
     num_images: int = option(4, "Images, evenly spread over the data set.", from_to(1, 1024))
     resolution: int = option(32, "Size of the images; others are resized and cropped at the centre.", RESOLUTION)
+    on_bad_image: ClassVar[str] = "skip"
 
     @property
     def max_train_samples(self) -> int:

@@ -17,8 +17,8 @@ from common.files import sha256
 from common.processes import Processes
 from generation.sample_folder import RECORD
 from image_data.data_options import DataOptions
-from image_data.decode import UndecodableImage, decode_image, errors_as_undecodable, is_grey, upright_size
-from image_data.sources import ImageSource, load_images, spread
+from image_data.decode import UndecodableImage, decode_image, is_grey, read_image_file, upright_size
+from image_data.sources import ImageSource, leave_out, load_images, spread, unread_images
 from image_data.workers import map_in_workers
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,9 @@ class FolderFiles:
     split = None
 
     def __init__(self, folder: Path):
-        found = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()]
-        self.paths = sorted(path for path in found if not path.name.startswith("."))
+        paths = [path for path in folder.rglob("*") if not path.name.startswith(".")]
+        self.paths = sorted(path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())
+        leave_out(unread_images(map(str, paths), SUFFIXES), on_bad_image="skip")
         self.name = folder.resolve().name
         digest = hashlib.sha256()
         for path in self.paths:
@@ -50,8 +51,7 @@ class FolderFiles:
 
     def read(self, index: int) -> bytes:
         """Return the bytes of a file."""
-        with errors_as_undecodable():
-            return self.paths[index].read_bytes()
+        return read_image_file(self.paths[index])
 
     def describe(self, index: int) -> str:
         """Return where the user finds a file."""

@@ -225,6 +225,8 @@ def _read_rows(table: Path) -> list[tuple[int, dict[str, object]]]:
 
 
 def _read_text(path: Path) -> str:
+    if not path.is_file():
+        raise UserError(f"{printable(str(path))}: is not a regular file, so it cannot be read")
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
