@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, get_args, get_type_hints
 
-from common.errors import UserError, run_script
+from common.errors import UserError, run_script, user_errors
 from common.files import first_existing
 from common.options import LARGEST_INT, RESOLUTION, from_to, option, parse_options, section
 from run_folder.config import DiffusionOptions
@@ -74,7 +74,8 @@ def make_output_dir(options: Options) -> Path:
         raise UserError(f"--output_dir {path}: {existing} is a file, not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"--output_dir {path}: no permission to write in {existing}")
-    path.mkdir(parents=True, exist_ok=True)
+    with user_errors(f"--output_dir {path}: cannot be made", OSError):
+        path.mkdir(parents=True, exist_ok=True)
     return path
 
 

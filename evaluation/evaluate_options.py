@@ -162,6 +162,10 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError("--save_statistics without --generated: say with --resolution what size to bring the images to")
     if options.save_statistics and (len(options.modes) > 1 or options.statistics):
         raise UserError("--save_statistics holds real images in one of the --modes: name one, and no --statistics")
+    if options.save_statistics and Path(options.save_statistics).suffix != ".safetensors":
+        raise UserError(f"--save_statistics {options.save_statistics}: the file must be called something.safetensors")
+    if options.save_statistics and Path(options.save_statistics).is_dir():
+        raise UserError(f"--save_statistics {options.save_statistics}: this is a folder; name a file in it")
     unknown = [mode for mode in options.modes if mode not in get_args(Mode)]
     if unknown:
         raise UserError(f"--modes {' '.join(unknown)}: choose from {', '.join(get_args(Mode))}")

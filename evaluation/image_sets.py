@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import logging
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -130,13 +129,13 @@ class ArrayImages:
 
     def __init__(self, path: Path):
         self.name, self.fingerprint = path.name, sha256(path)
-        broken = user_errors(f"{path} cannot be read as an npz file", OSError, ValueError, zipfile.BadZipFile)
+        broken = user_errors(f"{path} cannot be read as an npz file", Exception)  # of whatever kind the damage causes
         with broken, np.load(path, allow_pickle=False) as arrays:
             names = [name for name in ("arr_0", "images") if name in arrays.files]
             if not names:
                 raise UserError(f"{path} holds no arr_0 and no images, only: {', '.join(arrays.files) or 'nothing'}")
             images = arrays[names[0]]
-        if images.dtype != np.uint8 or images.ndim not in (3, 4):
+        if images.dtype != np.uint8 or images.ndim not in (3, 4) or 0 in images.shape:
             found = f"{names[0]} is {images.dtype} {list(images.shape)}"
             raise UserError(f"{path}: {found}; uint8 [n, height, width, channels] is needed")
         images = images[..., None] if images.ndim == 3 else images
