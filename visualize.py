@@ -114,9 +114,9 @@ def draw_run(options: Options) -> list[Path]:
 
     run = Path(options.run_dir)
     config, metrics = run_curves.read_run(run, options.timestep_sampler)
-    densities, folder = run_curves.read_densities(run, config), make_output_dir(options)
+    densities, (timesteps, bins) = run_curves.read_densities(run, config), run_curves.read_timesteps(run, config)
+    folder = make_output_dir(options)
     pictures = [run_curves.draw_losses_by_quarter(metrics, config.ddpm_num_steps, folder / "loss_by_quarter.png")]
-    timesteps, bins = run_curves.read_timesteps(run, config)
     if timesteps:
         file = folder / "timesteps_over_log_snr.png"
         pictures.append(run_curves.draw_over_log_snr(timesteps, bins, config.timestep_sampler, file))

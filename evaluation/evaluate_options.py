@@ -160,6 +160,9 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError("nothing to measure against: --dataset_name, --real, --train_data_dir or --statistics")
     if not named and options.resolution is None:
         raise UserError("--save_statistics without --generated: say with --resolution what size to bring the images to")
+    for name in () if named else ("num_images", "output_dir"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name} goes with --generated or --run_dir; --save_statistics alone measures no images")
     if options.save_statistics and (len(options.modes) > 1 or options.statistics):
         raise UserError("--save_statistics holds real images in one of the --modes: name one, and no --statistics")
     if options.save_statistics and Path(options.save_statistics).suffix != ".safetensors":

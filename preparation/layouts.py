@@ -216,7 +216,7 @@ def _read_rows(table: Path) -> list[tuple[int, dict[str, object]]]:
         if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{printable(str(table))} line {number}: is not JSON ({error})") from error
             if not isinstance(row, dict):
                 raise UserError(f"{printable(str(table))} line {number}: must be an object with a file_name")
