@@ -1189,7 +1189,7 @@ family("runs", EVALUATE, """
 
 family("runs", "evaluate.py", """
     --compare run run                           :: twice
-    --compare run nope                          :: nope
+    --compare measured nope                     :: nope
     --compare run learning_run                  :: measure
     --compare measured measured_too --output_dir=samples.npz :: samples.npz
     --compare measured measured_too --output_dir=/proc/x :: /proc

@@ -377,6 +377,29 @@ def test_a_run_that_cannot_be_drawn_says_why(run_folder, monkeypatch):
             draw(monkeypatch, f"--run_dir={run_folder}")
 
 
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("metrics.jsonl", {"loss_q0": 1.0}),
+        ("metrics.jsonl", {"step": "one", "loss_q0": 1.0}),
+        ("metrics.jsonl", {"step": 10**30, "loss_q0": 1.0}),
+        ("metrics.jsonl", {"step": 1, "loss_q0": "small"}),
+        ("metrics.jsonl", {"step": 1, "loss_q0": [1.0]}),
+        ("timesteps.jsonl", {"step": 1}),
+        ("timesteps.jsonl", {"step": 1, "log_snr": None, "probability": [1], "loss": [1], "signals": {"a": ["x"]}}),
+        ("timesteps.jsonl", {"step": 1, "log_snr": None, "probability": [1], "loss": [1], "signals": {}}),
+    ],
+)
+def test_lines_that_no_training_wrote_are_named(run_folder, monkeypatch, file, line):
+    if "log_snr" in line:
+        line["log_snr"] = LogSNRBins(build_scheduler("linear", 4).alphas_cumprod).centres.tolist()
+    with (run_folder / file).open("a") as lines:
+        lines.write(f"\n{json.dumps(line)}\n")
+    with pytest.raises(UserError, match=rf"{file}: has a line .*no training wrote"):
+        draw(monkeypatch, f"--run_dir={run_folder}")
+    assert not (run_folder / "figures").exists()
+
+
 def test_a_quarter_that_is_never_drawn_is_left_out(tmp_path, drawn):
     run_curves.draw_losses_by_quarter(
         [{"step": 1, "loss_q0": 1, "loss_q1": 1, "loss_q3": 1}], 1000, tmp_path / "losses.png"
