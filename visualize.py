@@ -61,6 +61,8 @@ def parse(arguments: list[str]) -> Options:
     for name in options.schedules:
         if name not in known:
             raise UserError(f"--schedules {name}: there is no such schedule; there are {', '.join(known)}")
+    if len(set(options.schedules)) < len(options.schedules):
+        raise UserError(f"--schedules {' '.join(options.schedules)}: one of them is named twice")
     if options.timestep_sampler is not None and options.run_dir is None:
         raise UserError(f"--timestep_sampler {options.timestep_sampler}: goes with --run_dir")
     return options

@@ -185,8 +185,11 @@ def validate(options: EvaluationOptions) -> None:
     # Before networks are loaded, which can take a minute.
     for name in ("generated", "run_dir", "real", "train_data_dir", "statistics", "inception_weights"):
         value = getattr(options, name)
-        if value and not Path(value).expanduser().exists():
-            raise UserError(f"--{name} {value}: there is no such file or folder ({Path(value).resolve()})")
+        path = Path(value or "").expanduser()
+        if not path.exists():
+            raise UserError(f"--{name} {value}: there is no such file or folder ({path.resolve()})")
+        if not (path.is_dir() or path.is_file()):
+            raise UserError(f"--{name} {value}: is neither a file nor a folder, so it cannot be read")
     for name in ("real", "train_data_dir", "dataset_name"):
         if options.generated and getattr(options, name) and is_same(options.generated, getattr(options, name)):
             raise UserError(

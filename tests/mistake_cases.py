@@ -1187,6 +1187,39 @@ family("runs", EVALUATE, """
     --generated=images --real=/dev/zero         :: /dev/zero
 """)
 
+LONG = "x" * 300
+family("runs", EVALUATE, f"""
+    --run_dir={LONG}                            :: long
+    --generated={LONG} --real=photos            :: long
+    --generated=images --real={LONG}            :: long
+    --generated=images --real=photos --output_dir={LONG} :: long
+    --real=photos --resolution=8 --save_statistics={LONG}.safetensors :: long
+    --generated=images --statistics={LONG}      :: long
+    --generated=images --train_data_dir={LONG}  :: long
+    --run_dir=run --real=photos --dataset_name=digits :: one reference
+    --run_dir=pipeline                          :: pipeline
+    --run_dir=run/checkpoint-4                  :: checkpoint-4
+    --generated=run --real=photos               :: run
+    --generated=images/00.png --real=photos     :: 00.png
+    --generated=pipe --real=photos              :: pipe
+    --generated=images --real=pipe              :: pipe
+    --generated=images --statistics=pipe        :: pipe
+    --run_dir=pipe                              :: pipe
+    --generated=images --real=photos --num_images=13 :: 13 & 12
+    --generated=images --real=photos --num_images=9 :: num_images
+""", given={"pipe": pipe}, timeout=30)
+family("features", f"{EVALUATE} --generated=images --real=photos", f"""
+    --features=photos                           :: photos
+    --features=run                              :: run
+    --features=text_network                     :: text_network
+    --features=encoder                          :: encoder
+    --features=samples.npz                      :: samples.npz
+    --features=nobody/nothing                   :: nobody/nothing
+    --features=/dev/zero                        :: /dev/zero
+    --features={LONG}                           :: long
+    --inception_weights=nope                    :: inception_weights
+    --features=inception --inception_weights=/dev/zero :: /dev/zero
+""", timeout=30)
 family("runs", "evaluate.py", """
     --compare run run                           :: twice
     --compare measured nope                     :: nope
@@ -1215,6 +1248,9 @@ family("preparation", PREPARE, """
     /dev/zero --output=out                      :: /dev/zero
     /dev/null --output=out                      :: /dev/null
     photos --output=~/../out/../photos          :: photos|output
+    photos --output=photos/cat                  :: photos/cat
+    photos.zip --output=photos.zip              :: photos.zip
+    photos.zip --output=photos.zip/x            :: photos.zip
     photos --output=out --eval_fraction=1       :: eval_fraction
     photos images --output=out                  :: images
 """, leaves=("out",))
@@ -1257,6 +1293,17 @@ files("preparation", f"{PREPARE} it.tar --output=out", "it.tar", {
     "a device :: no image": {"it.tar": tarred("a/x.png", tarfile.CHRTYPE)},
     "a pipe :: no image": {"it.tar": tarred("a/x.png", tarfile.FIFOTYPE)},
 }, leaves=("out",))
+family("preparation", "prepare_data.py", f"""
+    {LONG} --output=out --num_workers=0         :: no such
+    photos --output={LONG} --num_workers=0      :: long
+    --check nope                                :: nope
+    --check photos --output=samples.npz         :: samples.npz
+    --check photos --channels=1 --output=out    :: channels
+""")
+files("preparation", f"{PREPARE} photos --output=out", "out", {
+    "a link to itself": {"out": link("out")},
+    "a link to nothing": {"out": link("nothing")},
+}, leaves=("nothing",))
 files("preparation", f"{PREPARE} photos --output=out", "out", {
     "photos in the output": {"out/mine.png": PNG},
     "a folder in the output": {"out/mine/x.txt": "x"},
@@ -1294,6 +1341,17 @@ family("pictures", VISUALIZE, """
     --output_dir=samples.npz                    :: file
     --output_dir=/proc/x                        :: /proc
     --run_dir=run --output_dir=run/config.yaml  :: file
+""")
+family("pictures", "visualize.py", f"""
+    --run_dir={LONG}                            :: run_dir|long
+    --output_dir={LONG}                         :: output_dir|long
+    --train_data_dir={LONG}                     :: long
+    --run_dir=run/checkpoint-4                  :: checkpoint-4
+    --run_dir=run --seed=3                      :: seed
+    --run_dir=run --timestep_sampler=mine.py:Mine :: uniform
+    --dataset_name=./parquet --image_column=label :: label
+    --schedules linear linear                   :: linear
+    --schedules=                                :: schedules
 """)
 files("pictures", f"{VISUALIZE} --run_dir=run", "run", {
     "no metrics": {"run/metrics.jsonl": None},
