@@ -258,6 +258,7 @@ def _load_local_folder(options: DataOptions, split: str) -> "dict[str, Dataset] 
 
     path = _existing_folder(options.dataset_name, "--dataset_name")
     try:
+        _check_arrow_files(path)
         if Path(path, datasets.config.DATASET_STATE_JSON_FILENAME).exists():
             return {split: datasets.load_from_disk(path)}
         if Path(path, datasets.config.DATASETDICT_JSON_FILENAME).exists():
@@ -270,6 +271,21 @@ def _load_local_folder(options: DataOptions, split: str) -> "dict[str, Dataset] 
     if any(dataset.builder_name == "imagefolder" for dataset in loaded.values()):
         _folders_with_images(path, options.on_bad_image)  # for the images that are not read
     return loaded
+
+
+def _check_arrow_files(path: str) -> None:
+    """Raise for Arrow files whose offsets lead out of them: `datasets` trusts those, and the process would crash."""
+    import pyarrow
+
+    for file in sorted(Path(path).rglob("*.arrow")):
+        with pyarrow.memory_map(str(file)) as source:
+            try:
+                batches = pyarrow.ipc.open_stream(source)
+            except pyarrow.ArrowInvalid:  # of the other of the two formats
+                reader = pyarrow.ipc.open_file(source)
+                batches = map(reader.get_batch, range(reader.num_record_batches))
+            for batch in batches:
+                batch.validate(full=True)  # which looks at the offsets and not at the images
 
 
 def _load_from_hub(options: DataOptions) -> "DatasetDict":

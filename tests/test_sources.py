@@ -376,6 +376,26 @@ def test_kinds_of_images_that_are_not_read_are_named(flag, load, tmp_path, caplo
     assert "notes.txt" not in caplog.text
 
 
+@pytest.mark.parametrize("name", ["saved", "train.arrow"])
+def test_an_arrow_file_whose_offsets_lead_out_of_it(load, tmp_path, name):
+    """To read it would end the process with a segmentation fault."""
+    images = [{"bytes": png(number), "path": None} for number in range(4)]
+    saved = datasets.Dataset.from_dict({"image": images}).cast_column("image", datasets.Image(decode=False))
+    saved.save_to_disk(tmp_path / "saved")
+    file = next((tmp_path / "saved").glob("*.arrow"))
+    if name != "saved":
+        file = file.rename(tmp_path / name)
+        shutil.rmtree(tmp_path / "saved")
+    folder = str(tmp_path / "saved" if name == "saved" else tmp_path)
+    assert len(load(dataset_name=folder)) == 4
+    ends = np.cumsum([len(image["bytes"]) for image in images]).astype(np.int32)
+    data = file.read_bytes()
+    assert data.count(ends.tobytes()) == 1
+    file.write_bytes(data.replace(ends.tobytes(), (ends + 2**30).tobytes()))
+    with pytest.raises(UserError, match="cannot be read: ArrowInvalid: .* invalid"):
+        load(dataset_name=folder)
+
+
 def test_damaged_metadata_is_named(load, tmp_path):
     folder = image_folder(tmp_path / "photos")
     write(folder / "metadata.jsonl", b'{"file_name": ')
