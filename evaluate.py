@@ -27,6 +27,8 @@ def main() -> None:
     results = options.output_dir or options.run_dir
     if results:
         make_folder(Path(results).expanduser())  # what cannot be written is better known before it is measured
+    if options.save_statistics:
+        make_folder(Path(options.save_statistics).parent)
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from common.processes import start_processes

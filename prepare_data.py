@@ -7,7 +7,9 @@ python prepare_data.py --check animals10.zip --resolution 64
 
 import json
 import logging
+import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,17 +54,23 @@ def main() -> None:
 
 @contextmanager
 def held(output: Path) -> Iterator[None]:
-    """Hold the output folder; a call that fails before it has written anything leaves nothing in the next one's way."""
-    before = {entry.name for entry in output.iterdir()} if output.is_dir() else None
+    """Hold the output folder; a call that fails before its first image leaves it as it was, for the next one."""
+    from preparation.image_folder import OWN_NAME
+
+    was_there, was_locked = output.is_dir(), (output / LOCK_FILE).exists()
     make_folder(output)
     lock(output, "--output")
+    before = {entry.name for entry in output.iterdir()}
     try:
         yield
     except BaseException:
-        written = {entry.name for entry in output.iterdir()} - (before or set()) - {LOCK_FILE}
-        if not written and LOCK_FILE not in (before or ()):
-            unlock(output)
-            if before is None:
+        if not any(OWN_NAME.search(name) for _, _, names in os.walk(output) for name in names):
+            for entry in output.iterdir():
+                if entry.name not in before:
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            if not was_locked:
+                unlock(output)
+            if not was_there:
                 output.rmdir()
         raise
 

@@ -9,9 +9,9 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import ClassVar, get_args, get_type_hints
 
-from common.errors import UserError, run_script
+from common.errors import UserError, run_script, user_errors
 from common.files import first_existing
 from common.options import LARGEST_INT, RESOLUTION, from_to, option, parse_options, section
 from run_folder.config import DiffusionOptions
@@ -40,6 +40,7 @@ class DissolvingOptions:
     cache_dir: str | None = option(None, "Folder for downloaded data (default: that of datasets).")
     num_images: int = option(4, "Images, evenly spread over the data set.", from_to(1, 1024))
     resolution: int = option(32, "Size of the images; others are resized and cropped at the centre.", RESOLUTION)
+    on_bad_image: ClassVar[str] = "skip"
 
     @property
     def max_train_samples(self) -> int:
@@ -60,6 +61,8 @@ def parse(arguments: list[str]) -> Options:
     for name in options.schedules:
         if name not in known:
             raise UserError(f"--schedules {name}: there is no such schedule; there are {', '.join(known)}")
+    if len(set(options.schedules)) < len(options.schedules):
+        raise UserError(f"--schedules {' '.join(options.schedules)}: one of them is named twice")
     if options.timestep_sampler is not None and options.run_dir is None:
         raise UserError(f"--timestep_sampler {options.timestep_sampler}: goes with --run_dir")
     return options
@@ -73,7 +76,8 @@ def make_output_dir(options: Options) -> Path:
         raise UserError(f"--output_dir {path}: {existing} is a file, not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"--output_dir {path}: no permission to write in {existing}")
-    path.mkdir(parents=True, exist_ok=True)
+    with user_errors(f"--output_dir {path}: cannot be made", OSError):
+        path.mkdir(parents=True, exist_ok=True)
     return path
 
 
@@ -112,9 +116,9 @@ def draw_run(options: Options) -> list[Path]:
 
     run = Path(options.run_dir)
     config, metrics = run_curves.read_run(run, options.timestep_sampler)
-    densities, folder = run_curves.read_densities(run, config), make_output_dir(options)
+    densities, (timesteps, bins) = run_curves.read_densities(run, config), run_curves.read_timesteps(run, config)
+    folder = make_output_dir(options)
     pictures = [run_curves.draw_losses_by_quarter(metrics, config.ddpm_num_steps, folder / "loss_by_quarter.png")]
-    timesteps, bins = run_curves.read_timesteps(run, config)
     if timesteps:
         file = folder / "timesteps_over_log_snr.png"
         pictures.append(run_curves.draw_over_log_snr(timesteps, bins, config.timestep_sampler, file))

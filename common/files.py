@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 CHECKSUM = "checksum"  # in the metadata of what `save_safetensors` writes
+MOST_LAYERS = 1000
 _locks: dict[Path, IO] = {}
 
 
@@ -106,6 +107,18 @@ def file_checksum(path: Path) -> str:
     """Hash a file as `checksum` does tensors."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def check_layers(settings: object, name: str = "") -> None:
+    """Raise for the settings of a network with more layers than any has, since to build it would take for ever."""
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            check_layers(value, str(key))
+    elif isinstance(settings, list | tuple):
+        for value in settings:
+            check_layers(value, name)
+    elif "layer" in name and isinstance(settings, int | float) and settings > MOST_LAYERS:
+        raise ValueError(f"{name} is {settings}, and no network has more than {MOST_LAYERS} layers")
 
 
 def make_folder(path: Path) -> None:

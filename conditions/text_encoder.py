@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.errors import UserError, reason_of, reason_of_hub, user_errors
-from common.files import load_safetensors, save_safetensors
+from common.files import check_layers, load_safetensors, save_safetensors
 from common.progress import progress_bar
 from conditions.conditional_pipeline import encode_prompts
 
@@ -42,9 +42,10 @@ def location_of(name: str) -> Path | str:
 
 def text_encoder_config(name: str) -> "PreTrainedConfig":
     """Read the configuration of an encoder; a UserError if there is none of this name."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     try:
+        check_layers(PreTrainedConfig.get_config_dict(location_of(name))[0])
         config = AutoConfig.from_pretrained(location_of(name), trust_remote_code=False)
     except Exception as error:
         if Path(name).is_dir():

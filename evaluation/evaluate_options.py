@@ -160,8 +160,15 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError("nothing to measure against: --dataset_name, --real, --train_data_dir or --statistics")
     if not named and options.resolution is None:
         raise UserError("--save_statistics without --generated: say with --resolution what size to bring the images to")
+    for name in () if named else ("num_images", "output_dir"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name} goes with --generated or --run_dir; --save_statistics alone measures no images")
     if options.save_statistics and (len(options.modes) > 1 or options.statistics):
         raise UserError("--save_statistics holds real images in one of the --modes: name one, and no --statistics")
+    if options.save_statistics and Path(options.save_statistics).suffix != ".safetensors":
+        raise UserError(f"--save_statistics {options.save_statistics}: the file must be called something.safetensors")
+    if options.save_statistics and Path(options.save_statistics).is_dir():
+        raise UserError(f"--save_statistics {options.save_statistics}: this is a folder; name a file in it")
     unknown = [mode for mode in options.modes if mode not in get_args(Mode)]
     if unknown:
         raise UserError(f"--modes {' '.join(unknown)}: choose from {', '.join(get_args(Mode))}")
@@ -178,8 +185,11 @@ def validate(options: EvaluationOptions) -> None:
     # Before networks are loaded, which can take a minute.
     for name in ("generated", "run_dir", "real", "train_data_dir", "statistics", "inception_weights"):
         value = getattr(options, name)
-        if value and not Path(value).expanduser().exists():
-            raise UserError(f"--{name} {value}: there is no such file or folder ({Path(value).resolve()})")
+        path = Path(value or "").expanduser()
+        if not path.exists():
+            raise UserError(f"--{name} {value}: there is no such file or folder ({path.resolve()})")
+        if not (path.is_dir() or path.is_file()):
+            raise UserError(f"--{name} {value}: is neither a file nor a folder, so it cannot be read")
     for name in ("real", "train_data_dir", "dataset_name"):
         if options.generated and getattr(options, name) and is_same(options.generated, getattr(options, name)):
             raise UserError(

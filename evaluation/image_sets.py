@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import logging
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,8 @@ from common.files import sha256
 from common.processes import Processes
 from generation.sample_folder import RECORD
 from image_data.data_options import DataOptions
-from image_data.decode import UndecodableImage, decode_image, errors_as_undecodable, is_grey, upright_size
-from image_data.sources import ImageSource, load_images, spread
+from image_data.decode import UndecodableImage, decode_image, is_grey, read_image_file, upright_size
+from image_data.sources import ImageSource, leave_out, load_images, spread, unread_images
 from image_data.workers import map_in_workers
 
 logger = logging.getLogger(__name__)
@@ -36,8 +35,9 @@ class FolderFiles:
     split = None
 
     def __init__(self, folder: Path):
-        found = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()]
-        self.paths = sorted(path for path in found if not path.name.startswith("."))
+        paths = [path for path in folder.rglob("*") if not path.name.startswith(".")]
+        self.paths = sorted(path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())
+        leave_out(unread_images(map(str, paths), SUFFIXES), on_bad_image="skip")
         self.name = folder.resolve().name
         digest = hashlib.sha256()
         for path in self.paths:
@@ -50,8 +50,7 @@ class FolderFiles:
 
     def read(self, index: int) -> bytes:
         """Return the bytes of a file."""
-        with errors_as_undecodable():
-            return self.paths[index].read_bytes()
+        return read_image_file(self.paths[index])
 
     def describe(self, index: int) -> str:
         """Return where the user finds a file."""
@@ -130,13 +129,13 @@ class ArrayImages:
 
     def __init__(self, path: Path):
         self.name, self.fingerprint = path.name, sha256(path)
-        broken = user_errors(f"{path} cannot be read as an npz file", OSError, ValueError, zipfile.BadZipFile)
+        broken = user_errors(f"{path} cannot be read as an npz file", Exception)  # of whatever kind the damage causes
         with broken, np.load(path, allow_pickle=False) as arrays:
             names = [name for name in ("arr_0", "images") if name in arrays.files]
             if not names:
                 raise UserError(f"{path} holds no arr_0 and no images, only: {', '.join(arrays.files) or 'nothing'}")
             images = arrays[names[0]]
-        if images.dtype != np.uint8 or images.ndim not in (3, 4):
+        if images.dtype != np.uint8 or images.ndim not in (3, 4) or 0 in images.shape:
             found = f"{names[0]} is {images.dtype} {list(images.shape)}"
             raise UserError(f"{path}: {found}; uint8 [n, height, width, channels] is needed")
         images = images[..., None] if images.ndim == 3 else images

@@ -30,6 +30,7 @@ SCORE_SPLITS = 10
 KERNEL_SUBSETS, KERNEL_SUBSET_SIZE = 100, 1000
 PRECISION_NEIGHBOURS, COVERAGE_NEIGHBOURS = 3, 5
 DISTANCES_AT_ONCE = 2**25  # 256 MB
+ROUNDING = 1e-3  # of a covariance, relative to its largest entry
 
 
 @dataclass
@@ -59,8 +60,11 @@ class Moments:
 
     @functools.cached_property
     def root(self) -> torch.Tensor:
-        """Return the symmetric square root of the covariance."""
+        """Return the symmetric square root of the covariance; raise if the matrix is none."""
+        largest = self.covariance.diagonal().abs().max()
         values, vectors = torch.linalg.eigh(self.covariance)
+        if (self.covariance - self.covariance.T).abs().max() > ROUNDING * largest or values[0] < -ROUNDING * largest:
+            raise ValueError("a covariance is symmetric and has no negative eigenvalues")
         return (vectors * values.clamp(min=0).sqrt()) @ vectors.T
 
 

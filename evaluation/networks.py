@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from common.errors import UserError, reason_of, reason_of_hub
-from common.files import sha256
+from common.files import check_layers, sha256
 from evaluation.evaluate_options import EvaluationOptions
 
 PUBLISHED = {"dinov2": "facebook/dinov2-large", "clip": "openai/clip-vit-base-patch32"}
 VGG16_SIZE = 224
+LARGEST_SIDE = 4096  # of what a network is shown
 
 
 @dataclass
@@ -136,31 +137,35 @@ class VisionModel(nn.Module):
 
 def transformers_network(features: str, device: torch.device) -> FeatureNetwork:
     """Load DINOv2, CLIP or another vision model. Images are resized whole: to crop them would hide their borders."""
-    from transformers import AutoConfig, AutoImageProcessor, AutoModel, CLIPVisionModelWithProjection
+    from transformers import AutoConfig, AutoImageProcessor, AutoModel, CLIPVisionModelWithProjection, PreTrainedConfig
 
     from evaluation.inception import digest_of
 
     source = PUBLISHED.get(features, features)
     try:
+        check_layers(PreTrainedConfig.get_config_dict(source)[0])
         kind = AutoConfig.from_pretrained(source, trust_remote_code=False).model_type
         model_class = CLIPVisionModelWithProjection if kind.startswith("clip") else AutoModel
         as_data = {"trust_remote_code": False, "use_safetensors": True}  # no class that travels with it, no pickle
         model = model_class.from_pretrained(source, **as_data).eval().requires_grad_(False)
         processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
+        size = next(iter(dict(getattr(processor, "crop_size", None) or processor.size).values()))
+        scale = normaliser(processor.image_mean, processor.image_std, device)
+        if not (1 <= size <= LARGEST_SIDE and min(processor.image_std) > 0):
+            raise ValueError(f"its images have size {size} and deviation {processor.image_std}")
     except Exception as error:  # of the Hub, of the network, or whatever a damaged file runs into
         reason = reason_of(error) if Path(source).is_dir() else reason_of_hub(error)
         raise UserError(
             f"--features {features}: {source} could not be loaded ({reason}); name a folder that holds config.json, "
             f"model.safetensors and preprocessor_config.json"
         ) from error
-    size = next(iter(dict(getattr(processor, "crop_size", None) or processor.size).values()))
     return FeatureNetwork(
         name=features if features in PUBLISHED else re.sub(r"\W+", "_", Path(features).resolve().name),
         mode=f"clean-{size}",
         digest=digest_of(model.state_dict()),
         network=VisionModel(model).to(device),
         resize=bicubic_resizer(size),
-        scale=normaliser(processor.image_mean, processor.image_std, device),
+        scale=scale,
     )
 
 

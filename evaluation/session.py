@@ -159,7 +159,7 @@ class Session:
         if options.real:
             images = open_images(options.real, "--real", resolution)
         elif options.dataset_name or options.train_data_dir:
-            named = ("dataset_name", "dataset_config_name", "train_data_dir", "image_column", "cache_dir")
+            named = "dataset_name dataset_config_name train_data_dir image_column cache_dir on_bad_image".split()
             data = DataOptions(**{name: getattr(options, name) for name in named})
             images = EncodedImages(load_images(data, options.split), resolution)
         else:

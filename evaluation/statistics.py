@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import zipfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from image_data.sources import spread
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-UNREADABLE = (OSError, KeyError, TypeError, ValueError)  # of a damaged file, or one of another program
+UNREADABLE = (OSError, KeyError, TypeError, ValueError, RecursionError)  # of a damaged file, or one of another program
 MOST_FEATURES_KEPT = 50_000  # evenly spread; mean and covariance are of all images
 
 
@@ -137,6 +136,7 @@ def named_statistics(name: str, mode: str | None, network: FeatureNetwork, size:
     failure = f"--statistics {name}: neither a file that --save_statistics wrote nor an .npz with mu and sigma"
     with user_errors(failure, *UNREADABLE):
         statistics = load_statistics(path)
+        _ = statistics.moments.root  # which raises for what is no covariance
     identity = statistics.identity
     differing = [
         f"{what} {theirs} instead of {ours}"
@@ -162,16 +162,25 @@ def _of_npz(path: Path, mode: str | None, network: FeatureNetwork, size: tuple[i
     if (network.name, network.mode) != ("inception", mode):
         differing = f"mode {mode} instead of {network.mode} (--modes {mode} computes that one)"
         raise UserError(f"--statistics {path} do not fit: {differing}")
-    kinds = OSError, ValueError, KeyError, zipfile.BadZipFile
-    with user_errors(f"--statistics {path}: not an .npz with mu and sigma", *kinds), np.load(path) as arrays:
-        mean, covariance = (torch.from_numpy(arrays[name].astype(np.float64)) for name in ("mu", "sigma"))
+    failure = f"--statistics {path}: not an .npz with mu and sigma"
+    with user_errors(failure, Exception), np.load(path) as arrays:  # of whatever kind a damaged file runs into
+        mean, covariance = (torch.from_numpy(as_reals(arrays[name])) for name in ("mu", "sigma"))
     if covariance.shape != (2048, 2048) or mean.shape != (2048,):
         raise UserError(f"--statistics {path}: mu and sigma are {list(mean.shape)} and {list(covariance.shape)}")
     if not (mean.isfinite().all() and covariance.isfinite().all()):
         raise UserError(f"--statistics {path}: mu or sigma holds numbers that are not finite")
+    moments = Moments(mean, covariance)
+    with user_errors(f"--statistics {path}: sigma is no covariance", ValueError):
+        _ = moments.root
     digest = hashlib.sha256(mean.numpy().data).hexdigest()
     identity = Identity(path.name, None, 0, *size, 3, False, digest, network.name, mode, "not known", "not known")
-    return Statistics(identity, Moments(mean, covariance))
+    return Statistics(identity, moments)
+
+
+def as_reals(array: np.ndarray) -> np.ndarray:
+    if array.dtype.kind not in "fiu":
+        raise ValueError(f"its numbers are {array.dtype}")
+    return array.astype(np.float64)
 
 
 def _path_in_cache(identity: Identity, cache_dir: Path) -> Path:

@@ -1,9 +1,12 @@
 """One image file of any kind becomes uint8 pixels of the wanted channels and size."""
 
 import io
+import os
+import stat
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +17,7 @@ IMAGE_SUFFIXES = frozenset(
     ".jpg .jpeg .jpe .jfif .png .apng .gif .bmp .dib .tif .tiff .webp .ppm .pgm .pbm .pnm .tga .jp2 .avif .heic .heif"
     .split()
 )  # fmt: skip
+LARGEST_FILE = 2**30  # no photo; reading it might take all memory
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_BIT_DEPTH = 24  # where the header keeps it
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -51,6 +55,19 @@ def errors_as_undecodable() -> Iterator[None]:
     except Exception as error:
         reason = (getattr(error, "strerror", None) or str(error)).strip().split("\n")[0][:200]
         raise UndecodableImage(reason or type(error).__name__) from error
+
+
+def read_image_file(path: str | Path) -> bytes:
+    """Return the bytes of an image file; raise `UndecodableImage` if they cannot be had."""
+    with errors_as_undecodable():
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise UndecodableImage("not a regular file")  # reading a pipe would wait for ever
+        if status.st_size > LARGEST_FILE:
+            raise UndecodableImage(f"a file of {status.st_size / 2**30:.1f} GB is no photo")
+        if status.st_size == 0:
+            raise UndecodableImage("the file is empty")
+        return Path(path).read_bytes()
 
 
 def decode_image(data: bytes, channels: int, resolution: int | None, center_crop: bool) -> np.ndarray:

@@ -5,7 +5,7 @@ import glob
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ import numpy as np
 from common.errors import UserError, first_cause, reason_of_hub
 from common.files import printable
 from image_data.data_options import DataOptions
-from image_data.decode import IMAGE_SUFFIXES, UndecodableImage, errors_as_undecodable, is_grey
+from image_data.decode import IMAGE_SUFFIXES, UndecodableImage, is_grey, read_image_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 DIGITS = "digits"
 MOST_NAMED = 5
+TABLES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # that `datasets` reads in a folder of images
 SAMPLED_FOR_CHANNELS = 256
 
 
@@ -64,8 +65,9 @@ class ImageSource:
             raise UndecodableImage("there is no image in this row")
         if image["bytes"] is not None:
             return image["bytes"]
-        with errors_as_undecodable():
-            return Path(image["path"]).read_bytes()
+        if not os.path.lexists(image["path"]):
+            raise UndecodableImage("there is no such file, though a metadata table names it, or did so before")
+        return read_image_file(image["path"])
 
     def describe(self, index: int) -> str:
         """Tell the user where this image is."""
@@ -135,9 +137,7 @@ def _load_splits(options: DataOptions, split: str) -> "tuple[str, dict[str, Data
     if (dataset_name is None) == (folder is None):
         raise UserError("name the images with either --dataset_name or --train_data_dir, and not with both")
     if folder is not None:
-        return os.path.basename(_existing_folder(folder, "--train_data_dir")), _load_image_folder(
-            folder, split, options.cache_dir
-        )
+        return os.path.basename(_existing_folder(folder, "--train_data_dir")), _load_image_folder(options, split)
     if dataset_name == DIGITS:
         return DIGITS, {"train": load_digits()}
     path = Path(dataset_name).expanduser()
@@ -171,7 +171,7 @@ def _existing_folder(folder: str, flag: str) -> str:
     return str(path)
 
 
-def _load_image_folder(folder: str, split: str, cache_dir: str | None) -> "DatasetDict":
+def _load_image_folder(options: DataOptions, split: str) -> "DatasetDict":
     """Load images from a folder and its sub-folders. Only if all sub-folders are named after splits are they splits.
 
     The folders are searched here, because `datasets` does not follow links, and guesses: one photo called `test_1.jpg`
@@ -179,22 +179,26 @@ def _load_image_folder(folder: str, split: str, cache_dir: str | None) -> "Datas
     """
     import datasets
 
+    folder = options.train_data_dir
     path = _existing_folder(folder, "--train_data_dir")
     splits = _split_folders(path) or {split: path}
-    folders = {name: _folders_with_images(part) for name, part in splits.items()}
+    folders = {name: _folders_with_images(part, options.on_bad_image) for name, part in splits.items()}
     patterns = {name: [f"{glob.escape(each)}/*" for each in found] for name, found in folders.items() if found}
     if not patterns:
         raise UserError(f"--train_data_dir {folder}: there are no images in this folder ({path})")
     try:
-        return datasets.load_dataset("imagefolder", data_files=patterns, cache_dir=cache_dir)
+        return datasets.load_dataset("imagefolder", data_files=patterns, cache_dir=options.cache_dir)
     except Exception as error:
-        raise UserError(f"--train_data_dir {folder} cannot be read: {_root_cause(error)}") from error
+        tables = [Path(each, name) for part in folders.values() for each in part for name in TABLES]
+        there = ", ".join(printable(str(table)) for table in tables if table.exists())
+        where = f"; its metadata: {there}" if there else ""
+        raise UserError(f"--train_data_dir {folder} cannot be read: {_root_cause(error)}{where}") from error
 
 
-def _folders_with_images(path: str) -> list[str]:
+def _folders_with_images(path: str, on_bad_image: str) -> list[str]:
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
-    found, left_out, seen = [], [], set()
+    found, unread, seen = [], [], set()
     for folder, sub_folders, files in os.walk(path, followlinks=True):
         seen.add(os.path.realpath(folder))
         sub_folders[:] = [
@@ -205,19 +209,33 @@ def _folders_with_images(path: str) -> list[str]:
         suffixes = {os.path.splitext(file)[1].lower() for file in files}
         if suffixes & {*ImageFolder.EXTENSIONS, ".zip"} or set(files) & set(ImageFolder.METADATA_FILENAMES):
             found.append(folder)
-        left_out += [os.path.join(folder, file) for file in files if is_other_image(file, ImageFolder.EXTENSIONS)]
-    if left_out:
-        shown = ", ".join(map(printable, sorted(left_out)[:MOST_NAMED])) + (
-            ", ..." if len(left_out) > MOST_NAMED else ""
-        )
-        logger.warning("%d file(s) are left out, as images of their kind cannot be read: %s", len(left_out), shown)
+        unread += unread_images([os.path.join(folder, file) for file in files], ImageFolder.EXTENSIONS)
+    leave_out(unread, on_bad_image)
     return sorted(found)
 
 
-def is_other_image(name: str, read: Iterable[str]) -> bool:
-    """Return whether a file is meant to be an image by its name, though of none of the kinds that are read."""
-    suffix = os.path.splitext(name)[1].lower()
-    return suffix in IMAGE_SUFFIXES and suffix not in read and not name.startswith(".")
+def unread_images(files: Iterable[str], read: Collection[str]) -> list[str]:
+    """List the files that have the name of an image and cannot be read as one, each with the reason."""
+    found = []
+    for file in files:
+        suffix = os.path.splitext(file)[1].lower()
+        if suffix in IMAGE_SUFFIXES and not os.path.basename(file).startswith("."):
+            if suffix not in read:
+                found.append(f"{printable(file)} (of a kind that is not read)")
+            elif not os.path.isfile(file):  # to open a pipe would wait for ever
+                found.append(f"{printable(file)} (not a regular file)")
+    return found
+
+
+def leave_out(unread: list[str], on_bad_image: str) -> None:
+    """Say which files are not used, or raise if none may be left out."""
+    if not unread:
+        return
+    listed = ", ".join(sorted(unread)[:MOST_NAMED]) + (", ..." if len(unread) > MOST_NAMED else "")
+    if on_bad_image == "fail":
+        advice = "convert or remove them, or leave them out with --on_bad_image skip"
+        raise UserError(f"{len(unread)} image file(s) cannot be read: {listed}; {advice}")
+    logger.warning("%d image file(s) cannot be read and are left out: %s", len(unread), listed)
 
 
 def _split_folders(path: str) -> dict[str, str]:
@@ -240,15 +258,34 @@ def _load_local_folder(options: DataOptions, split: str) -> "dict[str, Dataset] 
 
     path = _existing_folder(options.dataset_name, "--dataset_name")
     try:
+        _check_arrow_files(path)
         if Path(path, datasets.config.DATASET_STATE_JSON_FILENAME).exists():
             return {split: datasets.load_from_disk(path)}
         if Path(path, datasets.config.DATASETDICT_JSON_FILENAME).exists():
             return datasets.load_from_disk(path)
-        return datasets.load_dataset(path, options.dataset_config_name, cache_dir=options.cache_dir)
+        loaded = datasets.load_dataset(path, options.dataset_config_name, cache_dir=options.cache_dir)
     except datasets.data_files.EmptyDatasetError as error:
         raise UserError(f"--dataset_name {options.dataset_name}: there are no data in this folder ({path})") from error
     except Exception as error:
         raise UserError(f"--dataset_name {options.dataset_name} cannot be read: {_root_cause(error)}") from error
+    if any(dataset.builder_name == "imagefolder" for dataset in loaded.values()):
+        _folders_with_images(path, options.on_bad_image)  # for the images that are not read
+    return loaded
+
+
+def _check_arrow_files(path: str) -> None:
+    """Raise for Arrow files whose offsets lead out of them: `datasets` trusts those, and the process would crash."""
+    import pyarrow
+
+    for file in sorted(Path(path).rglob("*.arrow")):
+        with pyarrow.memory_map(str(file)) as source:
+            try:
+                batches = pyarrow.ipc.open_stream(source)
+            except pyarrow.ArrowInvalid:  # of the other of the two formats
+                reader = pyarrow.ipc.open_file(source)
+                batches = map(reader.get_batch, range(reader.num_record_batches))
+            for batch in batches:
+                batch.validate(full=True)  # which looks at the offsets and not at the images
 
 
 def _load_from_hub(options: DataOptions) -> "DatasetDict":

@@ -22,8 +22,8 @@ from common.errors import UserError
 from common.files import printable
 from common.interruption import stop_if_requested
 from common.progress import progress_bar
-from image_data.decode import IMAGE_SUFFIXES
-from preparation.photo_files import HIDDEN, LARGEST_FILE
+from image_data.decode import IMAGE_SUFFIXES, LARGEST_FILE
+from preparation.photo_files import HIDDEN
 
 logger = logging.getLogger(__name__)
 

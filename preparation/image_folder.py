@@ -20,14 +20,20 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from common.errors import UserError
+from common.errors import UserError, reason_of
 from common.files import printable, write_atomically
 from common.interruption import fault_point
 from image_data.annotations import class_in_words
-from image_data.decode import UndecodableImage, decode_image, errors_as_undecodable, is_grey, plain_suffix
+from image_data.decode import (
+    UndecodableImage,
+    decode_image,
+    errors_as_undecodable,
+    is_grey,
+    plain_suffix,
+    read_image_file,
+)
 from image_data.workers import process_files
 from preparation.layouts import Collection, Photo
-from preparation.photo_files import read_file
 
 MANIFEST = "prepared.json"
 METADATA = "metadata.jsonl"
@@ -123,16 +129,21 @@ class PreparedFolder:
         self.manifest = {"settings": settings, "images": [], "left_out": {}}
         files = sorted(path.glob("[!.]*")), path.glob("[!.]*/**/[!.]*")
         written = (file for file in itertools.chain(*files) if file.is_file() and file != path / MANIFEST)
-        if (first := next(written, None)) is None:
-            return  # whatever an earlier call was to write
+        first = next(written, None)
         if not (path / MANIFEST).exists():
+            if first is None:
+                return
             found = f"is not empty ({printable(first.relative_to(path).parts[0])}) and was not made by this script"
             raise UserError(f"--output {path}: {found}; name a new folder")
         try:
-            self.manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            before, _ = dict(self.manifest["settings"]), [image["file"] for image in self.manifest["images"]]
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"--output {path}: {MANIFEST} cannot be read ({error}); name a new folder") from error
+            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            before, _ = dict(manifest["settings"]), [image["file"] for image in manifest["images"]]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            reason = reason_of(error)
+            raise UserError(f"--output {path}: {MANIFEST} cannot be read ({reason}); name a new folder") from error
+        if first is None:
+            return  # an earlier call was ended before its first image
+        self.manifest = manifest
         differing = [name for name in settings if before.get(name) != settings[name]]
         if differing:
             changes = ", ".join(f"{name} {before.get(name)} and not {settings[name]}" for name in differing)
@@ -184,7 +195,7 @@ class PreparedFolder:
                 file = stem.with_name(stem.name + suffix)
                 if file.exists() and int(file.stat().st_mtime) == int(modified):
                     return Outcome(suffix, made=False)  # a prepared image keeps the time of its original
-            content, suffix = _encode(read_file(target.photo.path), target.format)
+            content, suffix = _encode(read_image_file(target.photo.path), target.format)
             file = stem.with_name(stem.name + suffix)
             write_atomically(file, content)
             fault_point("prepare-image")

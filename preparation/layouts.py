@@ -216,7 +216,7 @@ def _read_rows(table: Path) -> list[tuple[int, dict[str, object]]]:
         if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{printable(str(table))} line {number}: is not JSON ({error})") from error
             if not isinstance(row, dict):
                 raise UserError(f"{printable(str(table))} line {number}: must be an object with a file_name")
@@ -225,6 +225,8 @@ def _read_rows(table: Path) -> list[tuple[int, dict[str, object]]]:
 
 
 def _read_text(path: Path) -> str:
+    if not path.is_file():
+        raise UserError(f"{printable(str(path))}: is not a regular file, so it cannot be read")
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:

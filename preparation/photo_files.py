@@ -1,15 +1,13 @@
-"""Files as people have them: found without going round in circles, read without hanging, named in one line."""
+"""Files as people have them: found without going round in circles."""
 
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.files import LOCK_FILE, portable
-from image_data.decode import IMAGE_SUFFIXES, UndecodableImage, errors_as_undecodable
+from image_data.decode import IMAGE_SUFFIXES
 
 HIDDEN = (".", "__")  # what systems and archivers leave behind: .DS_Store, ._photo.jpg, __MACOSX
-LARGEST_FILE = 2**30  # no photo; reading it might take all memory
 
 
 @dataclass
@@ -65,19 +63,6 @@ def find_files(path: Path, leave_out: Path | None = None) -> Folder:
     folder.images.sort(key=portable)
     folder.others.sort(key=portable)
     return folder
-
-
-def read_file(path: str) -> bytes:
-    """Return the bytes of an image file; raise `UndecodableImage` if they cannot be had."""
-    with errors_as_undecodable():
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise UndecodableImage("not a regular file")  # reading a pipe would wait for ever
-        if status.st_size > LARGEST_FILE:
-            raise UndecodableImage(f"a file of {status.st_size / 2**30:.1f} GB is no photo")
-        if status.st_size == 0:
-            raise UndecodableImage("the file is empty")
-        return Path(path).read_bytes()
 
 
 def _identity(path: str | Path) -> tuple[int, int]:

@@ -72,6 +72,8 @@ def folders_of(options: PrepareOptions) -> tuple[Path, Path]:
     real_source = Path(os.path.realpath(source))
     if not os.path.exists(source):
         raise UserError(f"{source}: there is no such folder or archive that can be read ({real_source})")
+    if not os.path.isdir(source) and not os.path.isfile(source):
+        raise UserError(f"{source}: is neither a folder nor a file, so it cannot be read")  # a pipe, a device
     if not options.output and not options.check:
         raise UserError("--output: name the folder to make, or use --check to look at the photos only")
     output = Path(options.output or f"runs/check-{real_source.stem}").expanduser()

@@ -13,11 +13,10 @@ from PIL import Image, ImageDraw, ImageFont
 from scipy.cluster.hierarchy import DisjointSet
 
 from common.files import printable
-from image_data.decode import UndecodableImage, decode_image, inspect_image
+from image_data.decode import UndecodableImage, decode_image, inspect_image, read_image_file
 from image_data.sources import spread
 from image_data.workers import process_files
 from preparation.layouts import Collection, Photo
-from preparation.photo_files import read_file
 
 SMALLEST_IMAGE = 8  # for which networks are defined
 
@@ -70,7 +69,7 @@ class Findings:
 def _inspect(photo: Photo) -> PhotoProperties | str:
     """Return the properties of a photo, or the reason why it cannot be read."""
     try:
-        data = read_file(photo.path)
+        data = read_image_file(photo.path)
         image = inspect_image(data, HASHED_SIDE)
     except UndecodableImage as error:
         return str(error)
@@ -259,7 +258,7 @@ def draw_contact_sheet(collection: Collection, findings: Findings, path: Path) -
     for row, (title, members) in enumerate(rows):
         draw.text((6, row * step + step // 2 - 8), printable(title)[:20], "black", font)
         for column, photo in enumerate(members[:SHEET_COLUMNS]):
-            pixels = decode_image(read_file(photo.path), 3, SHEET_THUMBNAIL, center_crop=True)
+            pixels = decode_image(read_image_file(photo.path), 3, SHEET_THUMBNAIL, center_crop=True)
             sheet.paste(Image.fromarray(pixels.transpose(1, 2, 0)), (SHEET_MARGIN + column * step, row * step))
     sheet.save(path)
 

@@ -138,7 +138,7 @@ def read_lines(path: Path) -> list[dict]:
     """Read a file of JSON lines; one that is damaged, or being written while this reads, is left out."""
     lines = []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             lines.append(json.loads(line))
     return [line for line in lines if isinstance(line, dict)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, reason_of_hub, user_errors
-from common.files import sha256
+from common.files import check_layers, sha256
 from run_folder.checkpoints import (
     CONDITION_FILE,
     MANIFEST,
@@ -115,6 +115,7 @@ class SavedModel:
             raise UserError(f"{self.network_folder}: its network is a {name}; {' and '.join(NETWORKS)} are loaded")
         # diffusers raises whatever a wrong file runs into. Other formats of weights can hold code.
         with user_errors(f"{self.network_folder}: cannot be loaded", Exception):
+            check_layers(self.network_config)
             network = getattr(diffusers, name).from_pretrained(self.network_folder, use_safetensors=True)
         return network.to(device).eval()
 

@@ -52,7 +52,8 @@ class Target:
     command: str
     make: Callable[[Path], None] | None = None  # if it is not in the workshop
     check: Callable[[Path], str | None] | None = None  # of a file with a hash: is the result that of the whole file?
-    refused: bool = False  # a file with a hash that must not be used at all
+    refused: bool = False  # a file with a hash that must not be used at all, unless what comes of it is checked
+    needs: tuple[str, ...] = ()  # what else is to be there
     share: int = 1  # of the mutations, relative to the others
 
 
@@ -115,6 +116,13 @@ def saved_data_set(path: Path) -> None:
 
 def text(content: str | bytes) -> Callable[[Path], None]:
     return lambda path: write(path, content.encode() if isinstance(content, str) else content)
+
+
+def same_images(place: Path) -> str | None:
+    """The images, if there are any, must be those that the workshop generated with the whole run."""
+    images = sorted((place / "out" / "images").glob("*.png"))
+    same = all(path.read_bytes() == (place / "generated" / "images" / path.name).read_bytes() for path in images)
+    return None if same else "other images than with the whole file"
 
 
 PREPARE, TRAIN = f"{cases.PREPARE} it --output=out", cases.ON_DATA
@@ -189,7 +197,9 @@ TARGETS = [
         "JSON of a manifest",
         "run/checkpoint-4/manifest.json",
         f"{cases.WITH} --model=run/checkpoint-4",
+        check=same_images,  # it also has the hashes of files that are not read
         refused=True,
+        needs=("generated",),
         share=3,
     ),
     Target(
@@ -230,6 +240,7 @@ TARGETS = [
     Target("YAML of a run", "run/config.yaml", VISUALIZE, share=3),
     Target("YAML of a run to measure", "run/config.yaml", f"{cases.MEASURE_RUN} --run_dir=run"),
     Target("metrics", "run/metrics.jsonl", VISUALIZE, share=2),
+    Target("timesteps", "run/timesteps.jsonl", VISUALIZE, share=2),
     Target("metrics to go on with", "run/metrics.jsonl", f"{cases.AGAIN} --max_train_steps=5"),
     Target(
         "CSV of results",
@@ -259,8 +270,9 @@ def case_of(target: Target, seed: str) -> Case:
         mutate(sorted(place.glob(target.file))[0], seed)
 
     thing = target.file.split("/")[0]
-    needs = (thing, "run", "text_run", "measured") if thing == "cache" else (thing,)
-    code = 2 if target.refused else 0 if target.check else (0, 1, 2)
+    needs = (thing, "run", "text_run", "measured") if thing == "cache" else (thing, *target.needs)
+    code = {(True, True): (0, 2), (True, False): 2, (False, True): 0}.get((target.refused, target.check is not None))
+    code = (0, 1, 2) if code is None else code
     return Case(
         target.name, target.command, (), code, {".": change}, needs, ("*",), check=target.check, timeout=LONGEST
     )

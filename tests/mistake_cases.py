@@ -663,12 +663,22 @@ files("images", f"{FOLDER} --on_bad_image=skip", "bad", {
     "a bad one left out": {**DATA, "data/bad.png": "text"},
     "one left out that is not read": {**DATA, "data/bad.heic": b"\0\0\0\x18ftypheic" + bytes(100)},
 }, code=0, leaves=OUT)
+files("images", f"{FOLDER} --on_bad_image=skip", "bad", {
+    "a pipe left out": {**DATA, "data/bad.png": pipe},
+    "a device left out": {**DATA, "data/bad.png": link("/dev/zero")},
+}, code=0, leaves=OUT, timeout=30)
+files("images", f"{ON_DATA} --dataset_name=./data --channels=1", "bad", {
+    "a data set with one of a format that is not read": {**DATA, "data/bad.heic": b"\0\0\0\x18ftypheic" + bytes(100)},
+    "a data set with a link to nothing": {**DATA, "data/bad.png": link("nothing")},
+})
 files("images", f"{FOLDER} --on_bad_image=skip", "none of the|no images",
       {"all of them bad": {"data/a.png": "text", "data/b.png": "text"}})
-files("images", FOLDER, "", {
+files("images", FOLDER, "UTF-8 & prepare_data", {
     "a name that is not text": {
         **DATA, "data": lambda path: Path(os.fsdecode(bytes(path) + b"/\xff.png")).write_bytes(PNG),
     },
+})
+files("images", FOLDER, "", {
     "a name of two lines": {**DATA, "data/a\nb.png": PNG},
     "a name of patterns": {**DATA, "data/a[b]?.png": PNG},
     "folders that go round": {**DATA, "data/again": link(".")},
@@ -748,6 +758,7 @@ files("networks", f"{TRAIN} --output_dir=out --model_config_name_or_path=network
     "channels that are not the images'": {"network/config.json": entries(in_channels=7)},
     "another size": {"network/config.json": entries(sample_size=64)},
     "not text": {"network/config.json": b"\xff\xfe"},
+    "layers without end": {"network/config.json": entries(layers_per_block=10**9)},
 })
 
 # Text encoders.
@@ -755,6 +766,7 @@ files("networks", f"{TRAIN} --output_dir=out --model_config_name_or_path=network
 files("text encoders", BY_TEXT, "encoder", {
     "no weights": {"encoder/model.safetensors": None},
     "weights of noise": {"encoder/model.safetensors": garbage},
+    "layers without end": {"encoder/config.json": entries(num_hidden_layers=10**9)},
     "weights that end early": {"encoder/model.safetensors": cut},
     "a header without end": {"encoder/model.safetensors": SAFETENSORS_BOMB},
     "pickled weights": {"encoder/model.safetensors": None, "encoder/pytorch_model.bin": PICKLE},
@@ -1031,6 +1043,9 @@ files("references", NAMED, "it.npz", {
     "a pickle": {"it.npz": PICKLE},
     "noise": {"it.npz": garbage},
     "no covariance": {"it.npz": npz(mu=np.zeros(2048), sigma=-np.eye(2048))},
+    "not symmetric": {"it.npz": npz(mu=np.zeros(2048), sigma=np.triu(np.ones((2048, 2048))))},
+    "words": {"it.npz": npz(mu=np.array(["a"] * 2048), sigma=np.eye(2048))},
+    "complex numbers": {"it.npz": npz(mu=np.zeros(2048, complex), sigma=np.eye(2048, dtype=complex))},
 }, timeout=120)
 STATISTICS = f"{AGAINST} --statistics=statistics.safetensors"
 files("references", STATISTICS, "statistics", {
@@ -1072,8 +1087,11 @@ files("generated", f"{EVALUATE} --real=photos --generated=images", "images", {
     "cut": {"images/00.png": cut},
     "another size": {"images/05.png": png(np.zeros((9, 9, 3), np.uint8))},
 }, timeout=30)
-files("generated", f"{EVALUATE} --real=photos --generated=images", "05", {"a pipe": {"images/05.png": pipe}},
-      code=(0, 2), timeout=30)
+files("generated", f"{EVALUATE} --real=photos --generated=images", "05", {
+    "a pipe": {"images/05.png": pipe},
+    "a link to nothing": {"images/05.png": both(Path.unlink, link("nothing"))},
+    "a format that is not read": {"images/05.png": lambda path: path.rename(path.with_suffix(".heic"))},
+}, code=(0, 2), timeout=30)
 files("generated", f"{EVALUATE} --real=photos --generated=parquet", "parquet", {
     "noise": {"parquet/train.parquet": garbage},
     "cut": {"parquet/train.parquet": cut},
@@ -1097,6 +1115,15 @@ files("features", f"{EVALUATE} --generated=images --real=photos", "vision", {
     "weights that end early": {"vision/model.safetensors": cut},
     "pickled weights": {"vision/model.safetensors": None, "vision/pytorch_model.bin": PICKLE},
     "a configuration of nonsense": {"vision/config.json": "{"},
+    "layers without end": {"vision/config.json": entries(num_hidden_layers=10**9)},
+    "a configuration of lists": {"vision/config.json": "[" * 100_000},
+    "a size of words": {"vision/config.json": entries(hidden_size="wide")},
+    "another size": {"vision/config.json": entries(hidden_size=32)},
+    "a processor without size": {"vision/preprocessor_config.json": entries(size={}, crop_size={})},
+    "a processor of no size": {"vision/preprocessor_config.json": entries(crop_size={"height": 0, "width": 0})},
+    "a processor of negative size": {"vision/preprocessor_config.json": entries(crop_size={"height": -4, "width": 9})},
+    "a processor of words": {"vision/preprocessor_config.json": entries(image_mean=["a", "b", "c"])},
+    "a processor that divides by nothing": {"vision/preprocessor_config.json": entries(image_std=[0, 0, 0])},
     "no processor": {"vision/preprocessor_config.json": None},
     "a processor of nonsense": {"vision/preprocessor_config.json": "{"},
     "code": {"vision/config.json": entries(auto_map={"AutoModel": "it.It"}, model_type="mine"), "vision/it.py": CODE},
@@ -1147,6 +1174,58 @@ family("runs", EVALUATE, """
     --real=photos --resolution=8 --save_statistics=/proc/x.safetensors :: /proc
     --real=photos --resolution=8 --save_statistics=run :: run
     --real=photos --resolution=8 --save_statistics=x.npz :: safetensors
+    --real=photos --resolution=8 --save_statistics=x :: safetensors
+    --real=photos --resolution=8 --save_statistics=x.safetensors --num_images=10 :: num_images
+    --real=photos --resolution=8 --save_statistics=x.safetensors --output_dir=results :: output_dir
+    --real=photos --resolution=8 --save_statistics=samples.npz/x.safetensors :: samples.npz
+    --run_dir=run --checkpoints=2,4             :: checkpoints
+    --run_dir=run --checkpoints=99              :: 99
+    --run_dir=run --guidance_scales nan         :: guidance_scales
+    --generated=images --real=photos --statistics_mode=clean :: statistics_mode
+    --generated=photos.zip --real=photos        :: photos.zip
+    --generated=/dev/zero --real=photos         :: /dev/zero
+    --generated=images --real=/dev/zero         :: /dev/zero
+""")
+
+LONG = "x" * 300
+family("runs", EVALUATE, f"""
+    --run_dir={LONG}                            :: long
+    --generated={LONG} --real=photos            :: long
+    --generated=images --real={LONG}            :: long
+    --generated=images --real=photos --output_dir={LONG} :: long
+    --real=photos --resolution=8 --save_statistics={LONG}.safetensors :: long
+    --generated=images --statistics={LONG}      :: long
+    --generated=images --train_data_dir={LONG}  :: long
+    --run_dir=run --real=photos --dataset_name=digits :: one reference
+    --run_dir=pipeline                          :: pipeline
+    --run_dir=run/checkpoint-4                  :: checkpoint-4
+    --generated=run --real=photos               :: run
+    --generated=images/00.png --real=photos     :: 00.png
+    --generated=pipe --real=photos              :: pipe
+    --generated=images --real=pipe              :: pipe
+    --generated=images --statistics=pipe        :: pipe
+    --run_dir=pipe                              :: pipe
+    --generated=images --real=photos --num_images=13 :: 13 & 12
+    --generated=images --real=photos --num_images=9 :: num_images
+""", given={"pipe": pipe}, timeout=30)
+family("features", f"{EVALUATE} --generated=images --real=photos", f"""
+    --features=photos                           :: photos
+    --features=run                              :: run
+    --features=text_network                     :: text_network
+    --features=encoder                          :: encoder
+    --features=samples.npz                      :: samples.npz
+    --features=nobody/nothing                   :: nobody/nothing
+    --features=/dev/zero                        :: /dev/zero
+    --features={LONG}                           :: long
+    --inception_weights=nope                    :: inception_weights
+    --features=inception --inception_weights=/dev/zero :: /dev/zero
+""", timeout=30)
+family("runs", "evaluate.py", """
+    --compare run run                           :: twice
+    --compare measured nope                     :: nope
+    --compare run learning_run                  :: measure
+    --compare measured measured_too --output_dir=samples.npz :: samples.npz
+    --compare measured measured_too --output_dir=/proc/x :: /proc
 """)
 
 # Photos that are prepared.
@@ -1164,6 +1243,16 @@ family("preparation", PREPARE, """
     encoder --output=out                        :: no image
     ~/nope --output=out                         :: nope
     photos --output=out --classes=nope          :: nope
+    photos.zip --output=out --classes=nope      :: nope
+    photos --output=out --captions='a photo'    :: captions & class
+    /dev/zero --output=out                      :: /dev/zero
+    /dev/null --output=out                      :: /dev/null
+    photos --output=~/../out/../photos          :: photos|output
+    photos --output=photos/cat                  :: photos/cat
+    photos.zip --output=photos.zip              :: photos.zip
+    photos.zip --output=photos.zip/x            :: photos.zip
+    photos --output=out --eval_fraction=1       :: eval_fraction
+    photos images --output=out                  :: images
 """, leaves=("out",))
 files("preparation", f"{PREPARE} it --output=out", "it", {
     "empty": {"it": folder},
@@ -1178,6 +1267,8 @@ files("preparation", f"{PREPARE} it --output=out", "it", {
     "a table that leads out": {"it/a.png": PNG, "it/metadata.jsonl": '{"file_name": "../home/x.png"}\n'},
     "a table of large fields": {"it/a.png": PNG, "it/metadata.csv": "file_name,text\na.png," + "x" * 200_000 + "\n"},
     "a table of NULs": {"it/a.png": PNG, "it/metadata.csv": "file_name\n\0a.png\n"},
+    "a table that is a pipe": {"it/a.png": PNG, "it/metadata.csv": pipe},
+    "only a pipe": {"it/a.png": pipe},
 }, leaves=("out",), timeout=30)
 files("preparation", f"{PREPARE} it.zip --output=out", "it.zip", {
     "noise": {"it.zip": garbage},
@@ -1202,6 +1293,17 @@ files("preparation", f"{PREPARE} it.tar --output=out", "it.tar", {
     "a device :: no image": {"it.tar": tarred("a/x.png", tarfile.CHRTYPE)},
     "a pipe :: no image": {"it.tar": tarred("a/x.png", tarfile.FIFOTYPE)},
 }, leaves=("out",))
+family("preparation", "prepare_data.py", f"""
+    {LONG} --output=out --num_workers=0         :: no such
+    photos --output={LONG} --num_workers=0      :: long
+    --check nope                                :: nope
+    --check photos --output=samples.npz         :: samples.npz
+    --check photos --channels=1 --output=out    :: channels
+""")
+files("preparation", f"{PREPARE} photos --output=out", "out", {
+    "a link to itself": {"out": link("out")},
+    "a link to nothing": {"out": link("nothing")},
+}, leaves=("nothing",))
 files("preparation", f"{PREPARE} photos --output=out", "out", {
     "photos in the output": {"out/mine.png": PNG},
     "a folder in the output": {"out/mine/x.txt": "x"},
@@ -1210,6 +1312,7 @@ files("preparation", f"{PREPARE} photos --output=out", "out", {
     "a record that is not text": {"out/prepared.json": b"\xff\xfe"},
     "a record without settings": {"out/prepared.json": '{"images": []}'},
     "a record that is a folder": {"out/prepared.json": folder},
+    "a record of deep lists": {"out/prepared.json": "[" * 100_000},
     "in use": {"out/.lock": held},
 }, leaves=("out/.lock",))
 family("preparation", f"{PREPARE} photos --output=prepared", """
@@ -1239,6 +1342,17 @@ family("pictures", VISUALIZE, """
     --output_dir=/proc/x                        :: /proc
     --run_dir=run --output_dir=run/config.yaml  :: file
 """)
+family("pictures", "visualize.py", f"""
+    --run_dir={LONG}                            :: run_dir|long
+    --output_dir={LONG}                         :: output_dir|long
+    --train_data_dir={LONG}                     :: long
+    --run_dir=run/checkpoint-4                  :: checkpoint-4
+    --run_dir=run --seed=3                      :: seed
+    --run_dir=run --timestep_sampler=mine.py:Mine :: uniform
+    --dataset_name=./parquet --image_column=label :: label
+    --schedules linear linear                   :: linear
+    --schedules=                                :: schedules
+""")
 files("pictures", f"{VISUALIZE} --run_dir=run", "run", {
     "no metrics": {"run/metrics.jsonl": None},
     "metrics of noise": {"run/metrics.jsonl": garbage},
@@ -1256,6 +1370,19 @@ files("pictures", f"{VISUALIZE} --run_dir=run", "run", {
     },
     "a state of noise": {"run/checkpoint-4/sampler.safetensors": garbage},
     "code": {"run/config.yaml": f"{PLANTED_YAML}\n"},
+}, code=(0, 2), leaves=("figures", "figures/*"))
+files("pictures", f"{VISUALIZE} --run_dir=run", "metrics.jsonl|timesteps.jsonl", {
+    "metrics of endless steps": {"run/metrics.jsonl": '{"step": 1e999, "loss_q0": 1}\n'},
+    "metrics of large numbers": {"run/metrics.jsonl": f'{{"step": {"9" * 400}, "loss_q0": 1}}\n'},
+    "metrics that are deep": {"run/metrics.jsonl": "[" * 100_000},
+    "metrics that are a folder": {"run/metrics.jsonl": folder},
+    "timesteps of words": {"run/timesteps.jsonl": edit('"loss": [', '"loss": ["x", ')},
+    "timesteps without bins": {"run/timesteps.jsonl": '{"step": 1}\n'},
+    "timesteps of lists": {"run/timesteps.jsonl": edit('"probability": [', '"probability": [[1], ')},
+})
+files("pictures", f"{VISUALIZE} --run_dir=run", "run", {
+    "a checkpoint without its sampler": {"run/checkpoint-4/sampler.safetensors": None},
+    "a configuration that is a folder": {"run/config.yaml": folder},
 }, code=(0, 2), leaves=("figures", "figures/*"))
 files("pictures", f"{VISUALIZE} --run_dir=learning_run", "learning_run|sampler", {
     "the state of a sampler cut": {"learning_run/checkpoint-4/sampler.safetensors": cut},

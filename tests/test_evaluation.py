@@ -60,6 +60,14 @@ def test_statistics_that_are_no_numbers_are_refused(tmp_path):
         np.savez(path, mu=np.full(2048, mean), sigma=np.full((2048, 2048), covariance))
         with pytest.raises(UserError, match=f"--statistics {path}: mu or sigma holds numbers that are not finite"):
             named_statistics(str(path), "clean", network, (8, 8))
+    for sigma, reason in (
+        (np.diag(np.linspace(-0.1, 1, 2048)), "no covariance .a covariance is symmetric and has no negative"),
+        (np.eye(2048) + np.eye(2048, k=1), "no covariance .a covariance is symmetric"),
+        (np.eye(2048, dtype=complex), "not an .npz with mu and sigma .its numbers are complex128"),
+    ):
+        np.savez(path, mu=np.zeros(2048), sigma=sigma)
+        with pytest.raises(UserError, match=f"--statistics {path}: .*{reason}"):
+            named_statistics(str(path), "clean", network, (8, 8))
     path = tmp_path / "statistics.safetensors"
     identity = json.dumps(dict.fromkeys(Identity.__dataclass_fields__, 0))
     for name in ("mean", "covariance", "features"):
@@ -242,8 +250,12 @@ class TestErrors:
     def test_npz_of_something_else(self, evaluate, real, tmp_path):
         np.savez(tmp_path / "floats.npz", arr_0=np.zeros((20, 8, 8, 3)))
         np.savez(tmp_path / "other.npz", labels=np.zeros(3))
+        np.savez(tmp_path / "flat.npz", arr_0=np.zeros((20, 0, 8, 3), np.uint8))
         (tmp_path / "text.npz").write_text("no archive")
+        (tmp_path / "empty.npz").touch()
         for name, message in (
+            ("flat", r"flat\.npz: arr_0 is uint8 \[20, 0, 8, 3\]"),
+            ("empty", "cannot be read as an npz"),
             ("floats", "float64 .* uint8 .n, height, width, channels. is needed"),
             ("other", "no arr_0 and no images, only: labels"),
             ("text", "cannot be read as an npz"),
@@ -276,6 +288,9 @@ class TestErrors:
             ("--run_dir=a --resolution=64", "--resolution: the real images are brought to the resolution of the run"),
             ("--compare a", "--compare needs two runs or more"),
             ("--generated=a --real=b --save_statistics=c --modes clean legacy_pytorch", "name one, and no"),
+            ("--real=b --resolution=8 --save_statistics=c", "--save_statistics c: the file must be called"),
+            ("--real=b --resolution=8 --save_statistics=c --num_images=10", "--num_images goes with --generated"),
+            ("--real=b --resolution=8 --save_statistics=c --output_dir=x", "--output_dir goes with --generated"),
             ("--samples=a", "unknown flag --samples; did you mean --generated?"),
         ],
     )

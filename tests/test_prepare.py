@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -319,8 +320,52 @@ def test_photos_of_which_none_can_be_used_do_not_block_others(pets, run, tmp_pat
     put(tmp_path / "bad" / "1.png", b"no picture")
     with pytest.raises(UserError, match="there is no image that can be used"):
         run(tmp_path / "bad", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     run(pets, tmp_path / "out")
     assert len(manifest_of(tmp_path / "out")["images"]) == 24
+
+
+def test_an_archive_is_not_left_unpacked_by_a_mistake(pets, run, tmp_path):
+    archive = shutil.make_archive(str(tmp_path / "pets"), "zip", pets)
+    (tmp_path / "out").mkdir()
+    put(tmp_path / "out" / ".mine", b"a file of the user's")
+    with pytest.raises(UserError, match="there is no such class"):
+        run(archive, tmp_path / "out", "--classes", "bird")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".mine"]
+
+
+def test_a_mistake_keeps_the_images_that_are_there(pets, run, tmp_path, monkeypatch):
+    """They are found again by the same command."""
+    write = image_folder.PreparedFolder._write_image
+    ended_at = recognise(pets).photos[5].path
+
+    def write_some(self, target):
+        if target.photo.path == ended_at:
+            raise UserError("no room")
+        return write(self, target)
+
+    monkeypatch.setattr(image_folder.PreparedFolder, "_write_image", write_some)
+    with pytest.raises(UserError, match="no room"):
+        run(pets, tmp_path / "out")
+    assert list((tmp_path / "out").rglob("*.png"))
+    assert (tmp_path / "out" / "prepared.json").exists()
+
+
+@pytest.mark.parametrize("record", ["{", "[]", '{"images": []}', "[" * 100_000])
+def test_a_record_that_cannot_be_read_is_not_written_over(pets, run, tmp_path, record):
+    put(tmp_path / "out" / "prepared.json", record.encode())
+    with pytest.raises(UserError, match=r"prepared\.json cannot be read \(.*\); name a new folder"):
+        run(pets, tmp_path / "out")
+    assert contents(tmp_path / "out") == {"prepared.json": record.encode()}
+
+
+@pytest.mark.parametrize("pipe", ["photos", "photos.zip", "folder/metadata.csv"])
+def test_a_pipe_is_not_waited_for(pets, run, tmp_path, pipe):
+    put(tmp_path / "folder" / "1.png")
+    os.mkfifo(tmp_path / pipe)
+    with pytest.raises(UserError, match=f"{pipe}: is n"):
+        run((tmp_path / pipe).parent if "folder" in pipe else tmp_path / pipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_has_been_prepared_outlives_a_mistake(pets, run, tmp_path):

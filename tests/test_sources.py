@@ -345,10 +345,11 @@ def test_links_that_lead_to_themselves(load, tmp_path):
     folder = image_folder(tmp_path / "photos")
     for name in ("class0/loop.png", "loop", "loop.png"):
         (folder / name).symlink_to(Path(name).name)
-    source = load(train_data_dir=str(folder))
-    assert len(source) == 12
+    with pytest.raises(UserError, match=r"2 image file\(s\) cannot be read: .*loop.png \(not a regular file\), .*skip"):
+        load(train_data_dir=str(folder))
+    assert len(load(train_data_dir=str(folder), on_bad_image="skip")) == 12
     (folder / "around").symlink_to(folder)
-    assert len(load(train_data_dir=str(folder))) == 12
+    assert len(load(train_data_dir=str(folder), on_bad_image="skip")) == 12
 
 
 def test_a_name_that_is_not_utf8(load, tmp_path):
@@ -360,16 +361,46 @@ def test_a_name_that_is_not_utf8(load, tmp_path):
         assert "class0/caf\\xe9.png is not UTF-8; rename it, or let prepare_data.py make a folder" in str(caught.value)
 
 
-def test_kinds_of_images_that_are_not_read_are_named(load, tmp_path, caplog):
+@pytest.mark.parametrize("flag", ["train_data_dir", "dataset_name"])
+def test_kinds_of_images_that_are_not_read_are_named(flag, load, tmp_path, caplog):
     folder = image_folder(tmp_path / "photos")
     for number in range(6):
         write(folder / f"class0/IMG_{number}.HEIC", b"a photo of a telephone")
     write(folder / "class0/notes.txt", b"not an image")
-    assert len(load(train_data_dir=str(folder))) == 12
-    assert "6 file(s) are left out, as images of their kind cannot be read: " in caplog.text
-    assert "class0/IMG_0.HEIC, " in caplog.text
-    assert "class0/IMG_4.HEIC, ..." in caplog.text
+    with pytest.raises(UserError, match=r"6 image file\(s\) cannot be read: .*--on_bad_image skip"):
+        load(**{flag: str(folder)})
+    assert len(load(**{flag: str(folder)}, on_bad_image="skip")) == 12
+    assert "6 image file(s) cannot be read and are left out: " in caplog.text
+    assert "class0/IMG_0.HEIC (of a kind that is not read), " in caplog.text
+    assert "class0/IMG_4.HEIC (of a kind that is not read), ..." in caplog.text
     assert "notes.txt" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["saved", "train.arrow"])
+def test_an_arrow_file_whose_offsets_lead_out_of_it(load, tmp_path, name):
+    """To read it would end the process with a segmentation fault."""
+    images = [{"bytes": png(number), "path": None} for number in range(4)]
+    saved = datasets.Dataset.from_dict({"image": images}).cast_column("image", datasets.Image(decode=False))
+    saved.save_to_disk(tmp_path / "saved")
+    file = next((tmp_path / "saved").glob("*.arrow"))
+    if name != "saved":
+        file = file.rename(tmp_path / name)
+        shutil.rmtree(tmp_path / "saved")
+    folder = str(tmp_path / "saved" if name == "saved" else tmp_path)
+    assert len(load(dataset_name=folder)) == 4
+    ends = np.cumsum([len(image["bytes"]) for image in images]).astype(np.int32)
+    data = file.read_bytes()
+    assert data.count(ends.tobytes()) == 1
+    file.write_bytes(data.replace(ends.tobytes(), (ends + 2**30).tobytes()))
+    with pytest.raises(UserError, match="cannot be read: ArrowInvalid: .* invalid"):
+        load(dataset_name=folder)
+
+
+def test_damaged_metadata_is_named(load, tmp_path):
+    folder = image_folder(tmp_path / "photos")
+    write(folder / "metadata.jsonl", b'{"file_name": ')
+    with pytest.raises(UserError, match=r"cannot be read: .*; its metadata: .*photos/metadata\.jsonl"):
+        load(train_data_dir=str(folder))
 
 
 def test_why_the_hub_has_it_not(monkeypatch):

@@ -11,12 +11,12 @@ import torch
 from conftest import ROOT, help_of
 from matplotlib.figure import Figure
 from PIL import Image
-from safetensors.torch import save_file
 
 import visualize
 from common import plots
 from common.errors import UserError
 from image_data.grid import CAPTION_HEIGHT
+from run_folder.checkpoints import write_files
 from run_folder.config import as_yaml, parse_config
 from schedulers.betas import make_betas
 from schedulers.ddpm import build_scheduler
@@ -259,7 +259,7 @@ def run_folder(tmp_path, monkeypatch) -> Path:
     for step, density in {20: [0.1, 0.2, 0.3, 0.4], 100: [0.7, 0.1, 0.1, 0.1]}.items():
         (folder / f"checkpoint-{step}").mkdir()
         state = {"density": torch.tensor(density, dtype=torch.float64)}
-        save_file(state, folder / f"checkpoint-{step}" / "sampler.safetensors")
+        write_files(folder / f"checkpoint-{step}", {"sampler.safetensors": state})
     lines = [
         {"step": step, "loss": 1.0, **{f"loss_q{quarter}": 10.0**-quarter for quarter in range(4)}}
         | {run_curves.EFFECTIVE_SAMPLE_SIZE: 0.5}
@@ -361,6 +361,9 @@ def test_a_run_without_checkpoints_or_weights_is_drawn_as_far_as_it_goes(run_fol
 
 def test_a_run_that_cannot_be_drawn_says_why(run_folder, monkeypatch):
     (run_folder / "checkpoint-20" / "sampler.safetensors").write_bytes(b"cut off")
+    with pytest.raises(UserError, match=r"checkpoint-20 is damaged: sampler\.safetensors is not what was written"):
+        draw(monkeypatch, f"--run_dir={run_folder}")
+    write_files(run_folder / "checkpoint-20", {"sampler.safetensors": {"other": torch.zeros(1)}})
     with pytest.raises(UserError, match=r"checkpoint-20/sampler\.safetensors does not fit the timestep sampler"):
         draw(monkeypatch, f"--run_dir={run_folder}")
     metrics, config = run_folder / "metrics.jsonl", run_folder / "config.yaml"
@@ -372,6 +375,29 @@ def test_a_run_that_cannot_be_drawn_says_why(run_folder, monkeypatch):
         config.write_text(text)
         with pytest.raises(UserError, match=r"config\.yaml in it is not what a training wrote"):
             draw(monkeypatch, f"--run_dir={run_folder}")
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("metrics.jsonl", {"loss_q0": 1.0}),
+        ("metrics.jsonl", {"step": "one", "loss_q0": 1.0}),
+        ("metrics.jsonl", {"step": 10**30, "loss_q0": 1.0}),
+        ("metrics.jsonl", {"step": 1, "loss_q0": "small"}),
+        ("metrics.jsonl", {"step": 1, "loss_q0": [1.0]}),
+        ("timesteps.jsonl", {"step": 1}),
+        ("timesteps.jsonl", {"step": 1, "log_snr": None, "probability": [1], "loss": [1], "signals": {"a": ["x"]}}),
+        ("timesteps.jsonl", {"step": 1, "log_snr": None, "probability": [1], "loss": [1], "signals": {}}),
+    ],
+)
+def test_lines_that_no_training_wrote_are_named(run_folder, monkeypatch, file, line):
+    if "log_snr" in line:
+        line["log_snr"] = LogSNRBins(build_scheduler("linear", 4).alphas_cumprod).centres.tolist()
+    with (run_folder / file).open("a") as lines:
+        lines.write(f"\n{json.dumps(line)}\n")
+    with pytest.raises(UserError, match=rf"{file}: has a line .*no training wrote"):
+        draw(monkeypatch, f"--run_dir={run_folder}")
+    assert not (run_folder / "figures").exists()
 
 
 def test_a_quarter_that_is_never_drawn_is_left_out(tmp_path, drawn):

@@ -8,6 +8,7 @@ from diffusers import UNet2DConditionModel, UNet2DModel
 from torch import nn
 
 from common.errors import UserError, reason_of_hub, user_errors
+from common.files import check_layers
 from run_folder.config import TrainingConfig
 
 Network = UNet2DModel | UNet2DConditionModel
@@ -138,6 +139,7 @@ def load_network(name_or_path: str, resolution: int, condition: Conditioning = N
             raise UserError(f"{flag}: no file or folder, nor to be had from the Hub ({reason})") from error
     with user_errors(f"{flag}: not a {kind.__name__} configuration", Exception):  # whatever a wrong entry runs into
         settings = kind.load_config(name_or_path)
+        check_layers(settings)
         if reads_text(condition) and settings.get("_class_name") == "UNet2DModel":
             settings = with_cross_attention(settings)
         unet = kind.from_config(settings, **(condition or {})).eval()

@@ -11,9 +11,10 @@ from matplotlib.colors import AsinhNorm, LogNorm
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from common.errors import UserError, reason_of
+from common.errors import UserError, reason_of, user_errors
+from common.options import LARGEST_INT
 from common.plots import drawing, single_panel
-from run_folder.checkpoints import checkpoints, step_of
+from run_folder.checkpoints import InvalidCheckpoint, checkpoints, step_of, verify
 from run_folder.config import TrainingConfig, check_timestep_sampler, is_own_sampler
 from run_folder.folder import QUARTERS, RunFolder
 from schedulers.ddpm import build_scheduler
@@ -21,6 +22,7 @@ from schedulers.loss import build_sampler, sampler_state
 from schedulers.timestep_samplers import LogSNRBins
 
 EFFECTIVE_SAMPLE_SIZE = "weight_ess"
+DRAWN = ("step", *(f"loss_q{quarter}" for quarter in range(QUARTERS)), EFFECTIVE_SAMPLE_SIZE)
 MOST_CURVES = 8
 SMOOTHED_OVER = 50  # the part of a run that a running mean covers
 MOST_COLUMNS = 150  # of a picture over time; lines of a long run are averaged
@@ -46,17 +48,31 @@ def read_run(path: Path, own_sampler: str | None = None) -> tuple[TrainingConfig
         if not (is_own_sampler(own_sampler) and is_own_sampler(config.timestep_sampler)):
             raise UserError(f"--timestep_sampler {own_sampler}: {path} was trained with {config.timestep_sampler}")
         config.timestep_sampler = own_sampler
-        check_timestep_sampler(config)
     elif is_own_sampler(config.timestep_sampler):
         raise UserError(
             f"--run_dir {path}: was trained with code, {config.timestep_sampler}, which is only run if you name it: if "
             f"you trust that file, add --timestep_sampler {config.timestep_sampler}"
         )
+    try:
+        check_timestep_sampler(config)
+    except UserError as error:
+        raise UserError(f"{run.config_file}: {error}") from error
     metrics = run.read_metrics()
     if not metrics:
         file = run.metrics_file.name
         raise UserError(f"--run_dir {path}: there are no metrics in it yet ({file}); let it train first")
+    for line in metrics:
+        values = {"step": None, **line}
+        wrong = [name for name in DRAWN if name in values and not is_number(values[name])]
+        if wrong or not isinstance(values["step"], int):
+            name = (wrong or ["step"])[0]
+            raise UserError(f"{run.metrics_file}: has a line whose {name} is {values[name]!r}, which no training wrote")
     return config, metrics
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value that was read can be drawn."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= LARGEST_INT)
 
 
 def read_densities(folder: Path, config: TrainingConfig) -> dict[int, torch.Tensor]:
@@ -67,6 +83,10 @@ def read_densities(folder: Path, config: TrainingConfig) -> dict[int, torch.Tens
         sampler = build_sampler(vars(config), scheduler.alphas_cumprod)
         sampler.start(int(config.channels), torch.device("cpu"))
         file = checkpoint / "sampler.safetensors"
+        try:
+            verify(checkpoint, (file.name,))
+        except InvalidCheckpoint as error:
+            raise UserError(f"{checkpoint} is damaged: {error}; move it away to draw the others") from error
         try:
             sampler.load_state_dict(sampler_state(load_file(file)))
         except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
@@ -92,8 +112,17 @@ def draw_densities(densities: dict[int, torch.Tensor], sampler_name: str, path: 
 def read_timesteps(path: Path, config: TrainingConfig) -> tuple[list[dict], LogSNRBins]:
     """Read what the timesteps of a run did, and the bins of log-SNR by which that is told."""
     bins = LogSNRBins(build_scheduler(config.ddpm_beta_schedule, config.ddpm_num_steps).alphas_cumprod)
-    # A run that went on from a checkpoint of another schedule has lines by other bins.
-    return [line for line in RunFolder(path).read_timesteps() if same_numbers(line["log_snr"], bins.centres)], bins
+    run, lines = RunFolder(path), []
+    for line in run.read_timesteps():
+        damaged = KeyError, TypeError, ValueError, AttributeError, OverflowError
+        with user_errors(f"{run.timesteps_file}: has a line that no training wrote", *damaged):
+            if not same_numbers(line["log_snr"], bins.centres):
+                continue  # a run that went on from a checkpoint of another schedule has lines by other bins
+            tables = np.array([line["probability"], line["loss"], *line["signals"].values()], dtype=float)
+            if tables.shape[1:] != (len(bins),) or not isinstance(line["step"], int):
+                raise ValueError("it needs a step, and a number for every bin")
+        lines.append(line)
+    return lines, bins
 
 
 def same_numbers(some: list[float], others: torch.Tensor) -> bool:
