@@ -67,15 +67,15 @@ function table(head, rows, label) {
 function facts(run) {
   const { curves, audit, evaluation, total_steps } = run, found = {};
   const step = last(curves.step), seconds = last(curves.train_seconds);
-  if (step !== null) found["Steps"] = total_steps ? `${format(step)} of ${format(total_steps)}` : format(step);
+  if (step !== null) found["Steps"] = total_steps > step ? `${format(step)} of ${format(total_steps)}` : format(step);
   if (seconds !== null) found["Training time"] = duration(seconds);
   const speeds = known(curves.images_per_second || []).sort((a, b) => a - b);
   if (speeds.length) found["Images per second"] = format(Number(speeds[speeds.length >> 1].toPrecision(3)));
   const loss = last(curves.smoothed_loss);
   if (loss !== null) found["Smoothed loss"] = format(loss);
-  if (audit.length) found["Differs from the paper"] = `in ${audit.filter(([, paper, own]) => paper !== own).length} of ${audit.length}`;
-  for (const [metric, best] of (evaluation?.best || []).filter(([name]) => /^(fid|kid)@/.test(name)).slice(0, 2))
-    found[`Best ${metric}`] = format(best);
+  if (audit.length) found["Differs from paper"] = `in ${audit.filter(([, paper, own]) => paper !== own).length} of ${audit.length}`;
+  const distance = (evaluation?.best || []).findLast(([name]) => /^fid@/.test(name));
+  if (distance) found[`Best ${distance[0]}`] = format(distance[1]);
   return found;
 }
 function showFacts() {
@@ -179,9 +179,10 @@ function makeChart(title, lines, { log = false, lowerIsBetter = null } = {}) {
   const root = svg("svg", { tabindex: 0, role: "img" }), tip = el("div", { className: "tip", hidden: true });
   const spoken = el("span", { className: "hidden", ariaLive: "polite" });
   const summary = el("span"), figure = el("figure", { className: "chart" }, el("figcaption", {}, el("h3", {}, title), summary), root, tip, spoken);
-  const HEIGHT = 220, LEFT = 54, RIGHT = 10, TOP = 10, BOTTOM = 34;
+  let height = 220;
+  const LEFT = 54, RIGHT = 10, TOP = 10, BOTTOM = 34;
   const all = lines.flatMap((line) => known(line.y)), [lowest, highest] = minmax(all);
-  const isLog = log && lowest > 0 && highest / lowest > 20;
+  const isLog = log && lowest > 0 && highest / lowest > 8;
   const main = lines.filter((line) => !line.faint);
   if (main.length === 1) {
     const values = known(main[0].y), best = lowerIsBetter === null ? "" : `, best ${format(minmax(values)[lowerIsBetter ? 0 : 1])}`;
@@ -192,6 +193,7 @@ function makeChart(title, lines, { log = false, lowerIsBetter = null } = {}) {
   let scale = null, cursor = null, selected = null;
 
   function draw() {
+    height = root.clientHeight || 220;
     const width = root.clientWidth || 480, [whole0, whole1] = wholeRange(), [x0, x1] = view.zoom || [whole0, whole1];
     const drawn = lines.filter((line) => known(line.x[view.axis] || []).length);
     const visible = drawn.flatMap((line) => line.y.filter((value, i) => value !== null && line.x[view.axis][i] >= x0 && line.x[view.axis][i] <= x1));
@@ -201,30 +203,30 @@ function makeChart(title, lines, { log = false, lowerIsBetter = null } = {}) {
     else [y0, y1] = [y0 >= 0 && y0 < (y1 - y0) / 3 ? 0 : y0 - (y1 - y0) * 0.06, y1 + (y1 - y0) * 0.06];
     const level = isLog ? Math.log : (value) => value;
     const toX = (value) => LEFT + ((value - x0) / (x1 - x0 || 1)) * (width - LEFT - RIGHT);
-    const toY = (value) => HEIGHT - BOTTOM - ((level(value) - level(y0)) / (level(y1) - level(y0))) * (HEIGHT - TOP - BOTTOM);
+    const toY = (value) => height - BOTTOM - ((level(value) - level(y0)) / (level(y1) - level(y0))) * (height - TOP - BOTTOM);
     const fromX = (pixel) => x0 + ((pixel - LEFT) / (width - LEFT - RIGHT)) * (x1 - x0);
     scale = { x0, x1, toX, toY, fromX, width, drawn };
 
     root.replaceChildren();
-    root.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+    root.setAttribute("viewBox", `0 0 ${width} ${height}`);
     const clip = svg("clipPath", { id: `clip-${charts.indexOf(api)}` });
-    clip.append(svg("rect", { x: LEFT, y: 0, width: Math.max(0, width - LEFT - RIGHT + 4), height: HEIGHT }));
+    clip.append(svg("rect", { x: LEFT, y: 0, width: Math.max(0, width - LEFT - RIGHT + 4), height: height }));
     root.append(clip);
     const write = (text, attributes) => {
       const node = svg("text", attributes);
       node.textContent = text;
       root.append(node);
     };
-    for (const value of isLog ? logTicks(y0, y1) : ticks(y0, y1, 4)) {
+    for (const value of isLog ? logTicks(y0, y1) : ticks(y0, y1, 5)) {
       root.append(svg("line", { class: "gridline", x1: LEFT, x2: width - RIGHT, y1: toY(value), y2: toY(value) }));
       write(format(Number(value.toPrecision(6))), { x: LEFT - 6, y: toY(value) + 4, "text-anchor": "end" });
     }
     const [unit, unitName] = view.axis === "step" ? [1, "step"] : unitOfTime(x1);
     for (const value of ticks(x0 / unit, x1 / unit, Math.max(2, Math.min(7, width / 90)))) {
       const place = toX(value * unit), anchor = place > width - 24 ? "end" : "middle";
-      write(format(Number(value.toPrecision(6))), { x: place, y: HEIGHT - BOTTOM + 15, "text-anchor": anchor });
+      write(format(Number(value.toPrecision(6))), { x: place, y: height - BOTTOM + 15, "text-anchor": anchor });
     }
-    write(view.axis === "step" ? "step" : `${unitName} of training`, { x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 4, "text-anchor": "middle" });
+    write(view.axis === "step" ? "step" : `${unitName} of training`, { x: (LEFT + width - RIGHT) / 2, y: height - 4, "text-anchor": "middle" });
     for (const line of drawn) {
       const group = svg("g", { "clip-path": `url(#clip-${charts.indexOf(api)})` });
       let path = "", pen = "M";
@@ -256,7 +258,7 @@ function makeChart(title, lines, { log = false, lowerIsBetter = null } = {}) {
     if (index < 0) return;
     const snapped = first.x[view.axis][index], place = scale.toX(snapped);
     cursor = index;
-    root.append(svg("line", { class: "cursor", x1: place, x2: place, y1: TOP, y2: HEIGHT - BOTTOM }));
+    root.append(svg("line", { class: "cursor", x1: place, x2: place, y1: TOP, y2: height - BOTTOM }));
     const texts = [view.axis === "step" ? `step ${format(snapped)}` : `${format(Number(snapped.toPrecision(5)))} s of training`];
     for (const line of scale.drawn) {
       const own = nearestIndex(line.x[view.axis], snapped), value = own < 0 ? null : line.y[own];
@@ -283,7 +285,7 @@ function makeChart(title, lines, { log = false, lowerIsBetter = null } = {}) {
     root.querySelectorAll(".selection").forEach((node) => node.remove());
     if (!selected) return;
     const [left, right] = [scale.toX(selected.from), scale.toX(at)].sort((a, b) => a - b);
-    root.append(svg("rect", { class: "selection", x: left, y: TOP, width: right - left, height: HEIGHT - TOP - BOTTOM }));
+    root.append(svg("rect", { class: "selection", x: left, y: TOP, width: right - left, height: height - TOP - BOTTOM }));
   });
   root.addEventListener("pointerup", (event) => {
     if (selected && Math.abs(event.clientX - selected.pixel) > 8) zoomTo([selected.from, atPointer(event)].sort((a, b) => a - b));
@@ -372,7 +374,7 @@ function showCurves() {
   const bar = el("div", { className: "tools" }, el("fieldset", {}, el("legend", { className: "hidden" }, "Horizontal axis"), ...choose), tools.reset);
   const smoothed = runs.some((run) => run.curves.smoothed_loss) ? " The faint line is the loss itself, the strong one is smoothed." : "";
   section("curves", "Curves", `Drag across a chart to zoom in on all of them; a double click shows everything again.${smoothed}`,
-    bar, legend(), el("div", { className: "charts" }, ...training, ...measured));
+    bar, legend(), el("div", { className: "charts" }, ...training), measured.length ? el("div", { className: "charts small gap" }, ...measured) : null);
   new ResizeObserver(redraw).observe(page);
   redraw();
 }
@@ -383,11 +385,12 @@ function showGrids() {
   if (!steps.length) return;
   const frames = runs.flatMap(({ grids }, run) => {
     if (!grids.length) return [];
-    const image = picture(grids[0], ""), label = el("span"), figure = el("figure", {}, el("figcaption", {}, ...heading(run), label), image);
+    const image = picture(grids[0], ""), label = el("span"), caption = several ? el("figcaption", {}, ...heading(run), label) : null;
+    const figure = el("figure", {}, caption, image);
     const show = (step) => {
       const grid = grids.findLast((each) => each.step <= step) || grids[0];
       Object.assign(image, { src: grid.src, width: grid.width, height: grid.height, alt: `Samples of ${runs[run].name} at step ${format(grid.step)}` });
-      label.textContent = several ? ` at step ${format(grid.step)}` : `Step ${format(grid.step)}`;
+      label.textContent = ` at step ${format(grid.step)}`;
     };
     return [{ figure, show }];
   });
@@ -414,7 +417,8 @@ function showGrids() {
     }, 700);
   });
   show();
-  section("samples", "Samples while it trained", "The same noise at every step, so that only the training changes the pictures.",
+  const single = steps.length === 1 && !several ? `At step ${format(steps[0])}.` : "The same noise at every step, so that only the training changes the pictures.";
+  section("samples", "Samples while it trained", single,
     steps.length > 1 ? el("div", { className: "tools" }, play, slider, shown) : null,
     el("div", { className: "side" }, ...frames.map((frame) => frame.figure)));
 }
@@ -498,25 +502,27 @@ function showEvaluation() {
   const measured = runs.map(({ evaluation }, run) => ({ evaluation, run })).filter(({ evaluation }) => evaluation);
   if (!measured.length) return;
   const columns = [...new Set(measured.flatMap(({ evaluation }) => evaluation.columns))].filter((name) => !name.includes("_std@"));
-  const kept = (name) => measured.some(({ evaluation }) => evaluation.rows.some((row) => (row[name] ?? "") !== ""));
-  const method = ["step", "weights", "sampler", "steps", "settings", "num_images"].filter(kept);
+  const every = measured.flatMap(({ evaluation }) => evaluation.rows), labels = { num_images: "images", steps: "denoising steps" };
+  // What all rows have in common is said once.
+  const valuesOf = (name) => [...new Set(every.map((row) => row[name] ?? ""))], how = ["weights", "sampler", "steps", "settings", "num_images"];
+  const method = ["step", ...how.filter((name) => valuesOf(name).length > 1)], words = { weights: " weights", steps: " denoising steps", num_images: " images" };
+  const common = how.filter((name) => valuesOf(name).length === 1 && valuesOf(name)[0] !== "").map((name) => `${format(valuesOf(name)[0])}${words[name] || ""}`);
   const rows = measured.flatMap(({ evaluation, run }) => {
     const best = new Map();
     for (const [metric, value] of evaluation.best) best.set(metric, [...(best.get(metric) || []), value]);
     return evaluation.rows.map((row) => {
       const first = several ? el("span", {}, ...heading(run)) : format(row.step) || row.images;
-      const how = method.slice(several ? 0 : 1).map((name) => ({ text: row[name], kind: typeof row[name] === "number" ? "number" : "" }));
+      const cells = method.slice(several ? 0 : 1).map((name) => ({ text: row[name], kind: typeof row[name] === "number" ? "number" : "" }));
       const values = columns.map((name) => ({ text: row[name], kind: best.get(name)?.includes(row[name]) ? "number best" : "number" }));
-      return { cells: [first, ...how, ...values] };
+      return { cells: [first, ...cells, ...values] };
     });
   });
-  const labels = { num_images: "images", steps: "denoising steps" };
   const numeric = ["step", "steps", "num_images"];
   const head = [...(several ? ["run"] : []), ...method.map((name) => ({ text: labels[name] || name, kind: numeric.includes(name) && !(name === "step" && !several) ? "number" : "" })),
     ...columns.map((name) => ({ text: name, kind: "number" }))];
-  const references = [...new Set(measured.flatMap(({ evaluation }) => evaluation.rows.map((row) => row.reference)))].filter(Boolean).join("; ");
+  const references = valuesOf("reference").filter(Boolean).join("; ");
   const few = columns.some((name) => /^fid.*@/.test(name) && Number(name.split("@")[1]) < 10000);
-  section("metrics", "Metrics", `${references ? `Measured against ${references}. ` : ""}The best of each is bold.` +
+  section("metrics", "Metrics", `${references ? `Measured against ${references}${common.length ? `; ${common.join(", ")}` : ""}. ` : ""}The best of each is bold.` +
     (few ? " FID of fewer than 10,000 images is too high to be compared with published numbers; compare it with the same number of images only." : ""),
     table(head, rows, "Metrics"));
 }
@@ -531,7 +537,7 @@ function showGalleries() {
     const title = el("h3", {}, ...heading(run), several ? `: ${gallery.name}` : gallery.name);
     const items = images.map((image) => {
       const what = `seed ${format(image.seed)}${image.shows ? `, ${image.shows}` : ""}`, node = picture(image, `Generated image, ${what}`);
-      Object.assign(node, { className: "", loading: "lazy" });
+      Object.assign(node, { className: "" });
       return el("li", {}, node, el("span", {}, what));
     });
     const large = images.some((image) => image.width > 64 || image.shows);
@@ -546,12 +552,12 @@ function showNearest(nearest) {
   const image = picture(nearest, "Generated images, each with its nearest training images to the right"), count = nearest.rows.length;
   // Below a caption of 22 pixels and an edge of 2, the rows are equally high.
   const labels = nearest.rows.map(({ seed, distance }, row) => {
-    const item = el("li", {}, `seed ${format(seed)}`, distance === null ? "" : el("br"), distance === null ? "" : `distance ${format(Number(distance.toPrecision(3)))}`);
+    const item = el("li", {}, `seed ${format(seed)}${distance === null ? "" : `, distance ${format(Number(distance.toPrecision(3)))}`}`);
     item.style.top = `${24 + ((row + 0.5) * (nearest.height - 24)) / count}px`;
     return item;
   });
   const note = count ? "The distance is the root mean square difference of the pixels to the nearest, of 255 grey levels; near 0 the image is a copy." : null;
-  return el("details", {}, el("summary", {}, "Nearest training images"), note ? el("p", { className: "note" }, note) : null,
+  return el("details", { open: true }, el("summary", {}, "Nearest training images"), note ? el("p", { className: "note" }, note) : null,
     el("div", { className: "nearest", tabIndex: 0, role: "region", ariaLabel: "Nearest training images" }, count ? el("ol", {}, ...labels) : null, image));
 }
 

@@ -215,14 +215,14 @@ def was_completed(run: Run) -> bool:
 def opened(run: Run) -> Iterator[None]:
     """Make the run's folder, or go on with the run that is in it, and have in here all that training needs."""
     config, processes, state = run.config, run.processes, run.state
-    checkpoint = open_run(config, processes)
+    checkpoint, rows = open_run(config, processes), audit(run)  # of the network as it was initialised
     if checkpoint is not None:
         is_named = checkpoint.name == Path(config.resume_from_checkpoint).name
         load_checkpoint(state, checkpoint, same_run=not is_named)
     if processes.is_main:
         folder = RunFolder(config.output_dir)
         write_atomically(folder.config_file, as_yaml(config))
-        write_atomically(folder.audit_file, json.dumps([astuple(row) for row in audit(run)], indent=1) + "\n")
+        write_atomically(folder.audit_file, json.dumps([astuple(row) for row in rows], indent=1) + "\n")
         folder.write_condition(run.condition)
     run.over_at_start = run.is_over()
     # Before the exchange of gradients is wrapped around it. Grids are drawn with `state.unet`, which stays as it is.
