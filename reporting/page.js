@@ -125,7 +125,7 @@ function showAudit() {
     return { cells: [what, paper, ...cells], marked: own.some((text) => text !== paper) };
   });
   const names = audited.map(({ index }) => (several ? el("span", {}, ...heading(index)) : "this run"));
-  section("audit", "The paper and this run",
+  section("audit", several ? "The paper and these runs" : "The paper and this run",
     "Ho et al. 2020, their CIFAR-10 run, beside what was trained here. * marks what differs.",
     table(["", "paper", ...names], rows, "Audit against the paper"));
 }
@@ -493,7 +493,7 @@ function showTimesteps() {
       el("div", { className: "side" }, ...maps));
   }
   const names = flat.map(({ run }) => (several ? runs[run].name : "This run")).join(", ");
-  const note = `Each row is a range of log-SNR, from clean images at the top to noise at the bottom.${names ? ` ${names} drew all timesteps equally often from start to end.` : ""}`;
+  const note = `Each row is a range of log-SNR, from clean images at the top to noise at the bottom.${names ? ` ${names} drew all timesteps equally often from start to end.` : ""} Where nothing was drawn, no loss is known.`;
   section("timesteps", "Timesteps", note, ...children);
 }
 
