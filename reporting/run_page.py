@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.files import write_atomically
+from common.files import printable, write_atomically
 from common.options import LARGEST_INT, values_of
 from image_data.sources import spread
 from run_folder.config import TrainingConfig
@@ -43,7 +43,8 @@ def describe_runs(folders: Sequence[Path]) -> list[dict]:
     """Gather what the page shows of each run, under the names of their folders, or the paths of namesakes."""
     names = [folder.resolve().name for folder in folders]
     names = [str(folder) if names.count(name) > 1 else name for folder, name in zip(folders, names, strict=True)]
-    return [{"name": name} | describe_run(RunFolder(folder)) for folder, name in zip(folders, names, strict=True)]
+    described = [describe_run(RunFolder(folder)) for folder in folders]
+    return [{"name": printable(name)} | run for name, run in zip(names, described, strict=True)]
 
 
 def describe_run(run: RunFolder) -> dict:
