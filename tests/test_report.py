@@ -329,6 +329,26 @@ def test_curves_zoom_and_tell_their_values(browser, tmp_path):
     assert browser.complaints() == []
 
 
+def test_the_density_is_drawn_as_it_moved(browser, tmp_path):
+    """Uniform at first; then the four noisiest bins, at the bottom, are drawn twice as often, the others less."""
+    show(browser, tmp_path / "page.html", make_run(tmp_path / "run"))
+    box = box_of(browser, ".heat canvas")
+    rows = len(BINS)
+    pixel = "[...document.querySelector('.heat canvas').getContext('2d').getImageData({}, {}, 1, 1).data]"
+    assert all(browser.run(pixel.format(0, row))[3] == 0 for row in range(rows))
+    for row in range(rows):
+        red, _, blue, alpha = browser.run(pixel.format(5, row))
+        assert (red > blue, alpha == 255) == (row >= rows - 4, row >= rows - 4)
+        assert alpha > 0
+    browser.mouse("mouseMoved", box["x"] + box["width"] * 0.55, box["y"] + box["height"] - 3)
+    assert re.fullmatch(r"step 60, log-SNR [-\d.]+ to [-\d.]+\ndrawn 2 × as often as uniformly", tip_of(browser))
+
+
+def tip_of(browser: Browser) -> str:
+    (shown,) = [text for text in text_of(browser, ".tip:not([hidden])") if text]
+    return shown
+
+
 def test_the_slider_shows_the_grids(browser, tmp_path):
     show(browser, tmp_path / "page.html", make_run(tmp_path / "run"))
     image = "document.querySelector('#samples img')"
