@@ -6,11 +6,11 @@ ENVIRONMENT = .venv/bin/python
 
 demo: .venv/.installed ## train on the embedded digits, generate, evaluate
 	@$(ENVIRONMENT) train_unconditional.py --config configs/digits.yaml --output_dir runs/demo
-	@$(ENVIRONMENT) generate.py --model runs/demo --ddim --num_images 64
+	@$(ENVIRONMENT) generate.py --model runs/demo --ddim --num_images 64 --nearest 5
 	@$(ENVIRONMENT) evaluate.py --run_dir runs/demo --num_images 256 --ddim
 	@echo
-	@echo "Look at runs/demo/samples/step-1000.png, runs/demo/KID_vs_TrainingSteps.png, and at all curves with"
-	@echo "  .venv/bin/tensorboard --logdir runs/demo/logs"
+	@echo "Open this page in a browser, it shows the whole run:"
+	@$(ENVIRONMENT) report.py runs/demo
 
 check: .venv/.installed ## is this machine ready? half a minute
 	@$(ENVIRONMENT) check.py

@@ -61,7 +61,8 @@ def main() -> None:
         if options.progress_gif:
             save_progress(folder.job, seeds[:SHOWN], processes, settings, folder.path / "progress.gif")
         if options.nearest:
-            save_nearest(folder.shown[:SHOWN], options, folder.job.model, folder.path / "nearest.png")
+            shown, model = folder.layout.seeds[:SHOWN], folder.job.model
+            save_nearest(folder.shown[:SHOWN], shown, options, model, folder.path / "nearest.png")
         logger.info("%s holds %d images and grid.png", folder.path, len(seeds))
 
 

@@ -109,7 +109,7 @@ def prepare(options: PrepareOptions, source: Path, output: Path) -> None:
 def check(options: PrepareOptions, source: Path, output: Path) -> bool:
     """Report on the photos; return whether nothing in them would hurt."""
     from preparation.archives import unpacked
-    from preparation.report import draw_contact_sheet, gather_findings, summary
+    from preparation.findings import draw_contact_sheet, gather_findings, summary
 
     with unpacked(source, output) as folder:
         collection, splits = find_photos(options, folder, output)

@@ -2,6 +2,7 @@
 """Draw what a diffusion does to images, which timesteps it trains on, and how a run fared on them.
 
 python visualize.py --schedules linear cosine
+python visualize.py --timestep_sampler my_sampler.py:MySampler
 python visualize.py --run_dir runs/cifar10
 """
 
@@ -14,7 +15,7 @@ from typing import ClassVar, get_args, get_type_hints
 from common.errors import UserError, run_script, user_errors
 from common.files import first_existing
 from common.options import LARGEST_INT, RESOLUTION, from_to, option, parse_options, section
-from run_folder.config import DiffusionOptions
+from run_folder.config import DiffusionOptions, TrainingConfig, check_timestep_sampler, is_own_sampler
 
 
 @section("pictures")
@@ -23,9 +24,9 @@ class PictureOptions:
         ["linear", "cosine"], "Beta schedules to compare, by any name that training knows.", not_with="run_dir"
     )
     ddpm_num_steps: int = option(1000, "T, the number of diffusion steps.", from_to(2, 1_000_000), not_with="run_dir")
-    run_dir: str | None = option(None, "Draw this run instead: its densities and losses over t, log-SNR and time.")
+    run_dir: str | None = option(None, "Draw this run instead: densities and losses, and its samples over the steps.")
     timestep_sampler: str | None = option(
-        None, "With --run_dir: the file and class of a timestep sampler of your own that the run was trained with."
+        None, "A sampler of your own, my_file.py:MySampler, to draw as well; with --run_dir the one that the run used."
     )
     output_dir: str | None = option(None, "Where the pictures go (default: figures, of the run if there is one).")
     seed: int = option(0, "All noise is a function of this.", from_to(0, LARGEST_INT), not_with="run_dir")
@@ -64,7 +65,12 @@ def parse(arguments: list[str]) -> Options:
     if len(set(options.schedules)) < len(options.schedules):
         raise UserError(f"--schedules {' '.join(options.schedules)}: one of them is named twice")
     if options.timestep_sampler is not None and options.run_dir is None:
-        raise UserError(f"--timestep_sampler {options.timestep_sampler}: goes with --run_dir")
+        if not is_own_sampler(options.timestep_sampler):
+            raise UserError(
+                f"--timestep_sampler {options.timestep_sampler}: is not a sampler of your own, as my_file.py:MySampler "
+                f"is; all others are drawn without being named"
+            )
+        check_timestep_sampler(TrainingConfig(timestep_sampler=options.timestep_sampler))
     return options
 
 
@@ -98,9 +104,9 @@ def draw_diffusion(options: Options) -> list[Path]:
         options.dataset_name = DIGITS
     images = dissolving.decode_images(load_images(options), options.resolution)
     schedulers = {name: build_scheduler(name, options.ddpm_num_steps) for name in options.schedules}
+    samplers = diffusion.build_samplers(schedulers, options.timestep_sampler)
     folder = make_output_dir(options)
     frames = dissolving.dissolving_frames(images, schedulers, options.seed)
-    samplers = diffusion.build_samplers(schedulers)
     return [
         dissolving.save_animation(frames, folder / "dissolving.gif"),
         diffusion.draw_betas(schedulers, folder / "beta.png"),
@@ -111,12 +117,13 @@ def draw_diffusion(options: Options) -> list[Path]:
 
 
 def draw_run(options: Options) -> list[Path]:
-    """Draw which timesteps a run trained on, and how it fared on them."""
-    from visualization import run_curves
+    """Draw which timesteps a run trained on, how it fared on them, and how its samples changed."""
+    from visualization import dissolving, run_curves
 
     run = Path(options.run_dir)
     config, metrics = run_curves.read_run(run, options.timestep_sampler)
     densities, (timesteps, bins) = run_curves.read_densities(run, config), run_curves.read_timesteps(run, config)
+    frames = run_curves.read_samples(run)
     folder = make_output_dir(options)
     pictures = [run_curves.draw_losses_by_quarter(metrics, config.ddpm_num_steps, folder / "loss_by_quarter.png")]
     if timesteps:
@@ -126,6 +133,9 @@ def draw_run(options: Options) -> list[Path]:
         pictures.append(run_curves.draw_densities(densities, config.timestep_sampler, folder / "timestep_density.png"))
     if any(run_curves.EFFECTIVE_SAMPLE_SIZE in line for line in metrics):
         pictures.append(run_curves.draw_effective_sample_size(metrics, folder / "effective_sample_size.png"))
+    if len(frames) > 1:
+        file, milliseconds = folder / "samples_over_steps.gif", run_curves.MILLISECONDS
+        pictures.append(dissolving.save_animation(frames, file, milliseconds))
     return pictures
 
 

@@ -55,7 +55,7 @@ class Facts:
     must_be: Range | None = None
     aliases: str = ""  # other names that mean the same
     habits: str = ""  # words that people type when they mean it; the error suggests it
-    positional: bool = False  # may be given as the first word, without its flag
+    positional: bool = False  # may be given as the first word, a list as the first words, without its flag
     repeatable: bool = False  # a list whose flag may be given several times
     instead_of: str | None = None  # another way to say the same: a flag for one replaces the other in a file
     only_with: str | Callable[[str], str] = ""  # has an effect if one of these is on, as in "ema_warmup logger=wandb"
@@ -121,7 +121,10 @@ def parse_options(
     facts = facts_of(kind)
     for name in facts:
         if facts[name].positional and arguments and not arguments[0].startswith("-"):
-            arguments = [f"--{name}={arguments[0]}", *arguments[1:]]
+            if isinstance(facts[name].default, list):
+                arguments = [f"--{name}", *arguments]
+            else:
+                arguments = [f"--{name}={arguments[0]}", *arguments[1:]]
     given = {name for name in facts if is_given(arguments, name, facts[name])}
     pairs = [(name, facts[name].instead_of) for name in facts if facts[name].instead_of]
     replaced = given | {rival for pair in pairs for name, rival in (pair, pair[::-1]) if name in given}

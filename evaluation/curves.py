@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.ticker import ScalarFormatter
 
 from common.plots import NOTE, drawing
-from evaluation.metrics import AS_ASKED, FD, FID, FIRST_STEPS, INCEPTION_SCORE, METRICS, SECONDS, Metric
+from evaluation.metrics import AS_ASKED, FD, FID, FIRST_STEPS, METRICS, SECONDS, Metric
 from evaluation.results import METHOD, Row, comparable_rows, guidance_scale_of
 
 FIRST = 25
@@ -27,24 +27,22 @@ PUBLISHED_REFERENCE = re.compile(r"cifar[-_]?10(?!\d).*\b50000 images of 32x32",
 Line = list[tuple[float, float]]
 
 
-def draw_run(output_dir: Path, rows: list[Row], has_score: bool) -> list[Path]:
-    """Draw the plots of a run: over steps, the first of them again, and over seconds of training."""
+def draw_run(output_dir: Path, rows: list[Row]) -> list[Path]:
+    """Draw the plots of a run: over steps, over seconds of training, and the first steps again if there are many."""
     rows = [row for row in rows if row["step"] is not None]
-    first = sorted({row["step"] for row in rows})[:FIRST]
+    steps = sorted({row["step"] for row in rows})
     drawn = []
     for metric in METRICS:
         for curve in metric.curves:
             path = output_dir / f"{metric.name.upper()}_vs_{curve}.png"
-            shown = [row for row in rows if row["step"] in first] if curve == FIRST_STEPS else rows
+            if curve == FIRST_STEPS and len(steps) <= FIRST:
+                continue
+            shown = [row for row in rows if row["step"] in steps[:FIRST]] if curve == FIRST_STEPS else rows
             against = "train_seconds" if curve == SECONDS else "step"
             lines = lines_of(shown, metric, against)
             if lines:
                 draw(path, lines, metric, against, published_for(shown, metric))
-            elif metric == INCEPTION_SCORE and not has_score:
-                draw_missing_score(path)
-            else:
-                continue
-            drawn.append(path)
+                drawn.append(path)
     return drawn
 
 
@@ -129,14 +127,3 @@ def draw(
         axes.set(xlabel="training step" if against == "step" else "seconds of training", ylabel=metric.label)
         axes.set_title(title, fontsize=8, color=NOTE)
         axes.legend(fontsize=8)
-
-
-def draw_missing_score(path: Path) -> None:
-    """Write the file that somebody looks for, without a number that nobody measured."""
-    text = (
-        "Inception Score: not available\n\nThe Inception network found here has no last layer, hence no logits.\n"
-        "With inception-2015-12-05.pt (--inception_weights) this picture is drawn."
-    )
-    with drawing(path, panel_width=7) as (_, panels):
-        panels.item().set_axis_off()
-        panels.item().text(0.5, 0.5, text, ha="center", va="center", linespacing=1.6)

@@ -14,11 +14,11 @@ import torch
 from common.errors import UserError, user_errors
 from common.files import sha256
 from common.processes import Processes
-from generation.sample_folder import RECORD
 from image_data.data_options import DataOptions
 from image_data.decode import UndecodableImage, decode_image, is_grey, read_image_file, upright_size
 from image_data.sources import ImageSource, leave_out, load_images, spread, unread_images
 from image_data.workers import map_in_workers
+from run_folder.folder import RECORD
 
 logger = logging.getLogger(__name__)
 

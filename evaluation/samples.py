@@ -16,11 +16,11 @@ from evaluation.results import Measured
 from evaluation.statistics import Identity
 from generation.engine import InferenceSettings, Job, prefers_channels_last
 from generation.methods import OWN_SETTINGS
-from generation.sample_folder import RECORD, SampleFolder, UnusableFolder, complete_folders, default_folder, read_record
+from generation.sample_folder import SampleFolder, UnusableFolder, complete_folders, default_folder, read_record
 from image_data.sources import load_images
 from run_folder.checkpoints import WEIGHTS, checkpoints
 from run_folder.config import TrainingConfig
-from run_folder.folder import RunFolder
+from run_folder.folder import RECORD, RunFolder
 from run_folder.saved_model import SavedModel, find_models
 
 logger = logging.getLogger(__name__)

@@ -54,8 +54,7 @@ class Session:
         # The classes or captions of a data set are known; those of a folder or of statistics are not.
         self.is_reference_labelled = not (options.real or options.statistics)
         self.accuracy: ConditionAccuracy | None = None  # of a conditional run
-        self.has_score = networks[0].name != "inception" or networks[0].has_logits
-        if not self.has_score:
+        if networks[0].name == "inception" and not networks[0].has_logits:
             reason = "the network found here has no last layer; inception-2015-12-05.pt has one (--inception_weights)"
             logger.info("No Inception Score: %s", reason)
 
@@ -122,7 +121,7 @@ class Session:
 
         if processes.is_main:
             rows = results.read_results(self.output_dir)
-            for plot in [*draw_run(self.output_dir, rows, self.has_score), *draw_guidance(self.output_dir, rows)]:
+            for plot in [*draw_run(self.output_dir, rows), *draw_guidance(self.output_dir, rows)]:
                 logger.info("Drew %s", plot)
             update_evaluation(self.output_dir)
             print(f"\n{results.describe_rows(rows, count)}\n")

@@ -1,5 +1,6 @@
 """Pictures beside the images: a grid, the way from noise, the way between two seeds, the nearest training images."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import torch
 from PIL import Image
 
 from common.errors import UserError
-from common.files import written_aside
+from common.files import write_atomically, written_aside
 from common.processes import Processes
 from common.progress import progress_bar
 from common.randomness import standard_normal
@@ -19,7 +20,7 @@ from image_data.grid import beside_names, image_grid, side_by_side
 from image_data.sources import load_images
 from image_data.store import InMemoryImages, StreamedImages, load_training_images
 from run_folder.config import TrainingConfig
-from run_folder.folder import RunFolder
+from run_folder.folder import NEAREST, RunFolder
 from run_folder.saved_model import SavedModel
 from schedulers.denoising import NOISE_KEY, to_uint8
 
@@ -82,18 +83,25 @@ def spherical(first: torch.Tensor, last: torch.Tensor, fractions: torch.Tensor) 
     return between.float().to(device)
 
 
-def save_nearest(images: torch.Tensor, options: OutputOptions, model: SavedModel, path: Path) -> None:
-    """Draw each image, and after a gap the training images that are nearest to it in pixels."""
+def save_nearest(images: torch.Tensor, seeds: list[int], options: OutputOptions, model: SavedModel, path: Path) -> None:
+    """Draw each image, and after a gap the training images that are nearest to it in pixels; note how near they are."""
     training_images = images_to_compare(model, options)
-    indices = nearest(images, training_images, min(options.nearest, len(training_images)))
+    indices, distances = nearest(images, training_images, min(options.nearest, len(training_images)))
     neighbours = at_centre(training_images, indices.flatten())
     neighbours = image_grid(neighbours, columns=indices.shape[1])
     pictures = {"generated": image_grid(images, columns=1), "nearest training images, nearest first": neighbours}
     save(side_by_side(pictures), path)
+    record = {"seeds": seeds, "distances": [[round(each, 2) for each in row] for row in distances.tolist()]}
+    with one_line_if_unwritable(path):
+        write_atomically(path.with_name(NEAREST), json.dumps(record) + "\n")
 
 
-def nearest(images: torch.Tensor, training_images: InMemoryImages | StreamedImages, count: int) -> torch.Tensor:
-    """Return the indices [n, count] of the training images at the least distance; a part of them at a time."""
+def nearest(
+    images: torch.Tensor, training_images: InMemoryImages | StreamedImages, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices [n, count] of the nearest training images, and their distances: the root mean square of the
+    differences of the pixels, in grey levels. A part of them is compared at a time.
+    """
     flat = images.flatten(1).float()
     best = torch.full((len(images), count), torch.inf)
     indices = torch.zeros((len(images), count), dtype=torch.long)
@@ -104,7 +112,7 @@ def nearest(images: torch.Tensor, training_images: InMemoryImages | StreamedImag
         distances = torch.stack([(others - image).square().sum(1) for image in flat])
         best, order = torch.cat([best, distances], dim=1).topk(count, largest=False)
         indices = torch.cat([indices, part.expand(len(images), -1)], dim=1).gather(1, order)
-    return indices
+    return indices, (best / flat.shape[1]).sqrt()
 
 
 def at_centre(training_images: InMemoryImages | StreamedImages, indices: torch.Tensor) -> torch.Tensor:

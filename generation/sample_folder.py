@@ -21,11 +21,11 @@ from generation.generate_options import DEFAULT_IMAGES, OutputOptions, as_ranges
 from generation.methods import METHOD_SETTINGS
 from generation.pictures import save_grid
 from generation.writers import IMAGES_PER_FOLDER, WRITERS, WRITTEN, ImageWriter, one_line_if_unwritable
+from run_folder.folder import GENERATED, NEAREST, RECORD
 
 logger = logging.getLogger(__name__)
 
-RECORD = "samples.json"
-PICTURES = ("grid.png", "progress.gif", "nearest.png")
+PICTURES = ("grid.png", "progress.gif", "nearest.png", NEAREST)
 CONDITION_SETTINGS = ("labels", "prompts", "negative_prompt", "guidance_scale", "guidance_rescale", "guidance_interval")
 
 
@@ -36,7 +36,7 @@ class UnusableFolder(UserError):
 def default_folder(job: Job, precision: str) -> Path:
     """Return where the images of a job go when no folder is named, and where to look for them."""
     parts = [job.model.label, job.method.folder_name, "" if precision == "no" else precision, job.condition.name]
-    return job.model.home / "generated" / "-".join(filter(None, parts))
+    return job.model.home / GENERATED / "-".join(filter(None, parts))
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:

@@ -29,15 +29,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a run and its evaluation write, besides checkpoints and logs.
-CONFIG, METRICS, TIMESTEPS = "config.yaml", "metrics.jsonl", "timesteps.jsonl"
-PIPELINE, CARD, SAMPLES = "model_index.json", "README.md", "samples"
+CONFIG, AUDIT, METRICS, TIMESTEPS = "config.yaml", "audit.json", "metrics.jsonl", "timesteps.jsonl"
+PIPELINE, CARD, SAMPLES, REPORT = "model_index.json", "README.md", "samples", "report.html"
 RESULTS, BEST_SCORES, PICTURES = "evaluation_results.csv", "best_scores.csv", "*_vs_*.png"
+# A folder of generated images; in a run they are below `generated`.
+GENERATED, RECORD, NEAREST = "generated", "samples.json", "nearest.json"
 PIPELINE_FOLDERS = ("unet", "scheduler", "text_encoder", "tokenizer")
-PUSHED = (PIPELINE, CONDITION_FILE, "conditional_pipeline.py", CARD, CONFIG, METRICS, TIMESTEPS)
+PUSHED = (PIPELINE, CONDITION_FILE, "conditional_pipeline.py", CARD, CONFIG, AUDIT, METRICS, TIMESTEPS)
 PUSHED += (RESULTS, BEST_SCORES, PICTURES)
 NOT_PUSHED = (
     *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in PIPELINE_FOLDERS)),
-    *("evaluation_results.json", "evaluation_per_class.csv"),
+    *("evaluation_results.json", "evaluation_per_class.csv", REPORT),
 )
 PIPELINE_STEP = "_step"  # in the pipeline's index, where diffusers passes over names that begin so
 ROUNDING = 0.001  # seconds, of the training time in a line of metrics
@@ -50,6 +52,7 @@ class RunFolder:
     def __init__(self, path: Path | str):
         self.path = path = Path(path)
         self.config_file = path / CONFIG
+        self.audit_file = path / AUDIT
         self.metrics_file = path / METRICS
         self.timesteps_file = path / TIMESTEPS
         self.samples = path / SAMPLES
@@ -57,14 +60,21 @@ class RunFolder:
         self.pipeline_file = path / PIPELINE
         self.network_folder = path / "unet"  # of the pipeline
         self.card_file = path / CARD
+        self.results_file = path / RESULTS
         self.best_scores_file = path / BEST_SCORES
+        self.generated = path / GENERATED
+        self.report_file = path / REPORT
 
     def grid_file(self, step: int) -> Path:
         return self.samples / f"step-{step}.png"
 
-    def newest_grid(self) -> Path | None:
+    def grids(self) -> dict[int, Path]:
+        """Return the sample grids by their steps, in order."""
         steps = [path.stem.removeprefix("step-") for path in self.samples.glob("step-*.png")]
-        return self.grid_file(max(found)) if (found := [int(step) for step in steps if step.isdecimal()]) else None
+        return {step: self.grid_file(step) for step in sorted(int(step) for step in steps if step.isdecimal())}
+
+    def newest_grid(self) -> Path | None:
+        return next(reversed(self.grids().values()), None)
 
     def pipeline_step(self) -> int | None:
         """Return the step whose weights the pipeline holds, if there is one that a run wrote."""

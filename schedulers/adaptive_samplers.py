@@ -10,7 +10,7 @@ from torch.distributions import Beta
 
 from common.machine import to_device
 from common.randomness import generator_for
-from schedulers.prediction import signal_to_noise
+from schedulers.ddpm import signal_to_noise
 from schedulers.timestep_samplers import EDM, LogSNRBins, TimestepSampler, UpdateProbe, positive
 
 

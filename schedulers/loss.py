@@ -36,8 +36,7 @@ from schedulers.adaptive_samplers import (
     LossSecondMoment,
     MarginalReturn,
 )
-from schedulers.ddpm import ExactDDPMScheduler
-from schedulers.prediction import prediction_of, signal_to_noise
+from schedulers.ddpm import ExactDDPMScheduler, prediction_of, signal_to_noise
 from schedulers.timestep_samplers import (
     EDM,
     BetaTimesteps,

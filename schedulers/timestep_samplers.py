@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from schedulers.prediction import signal_to_noise
+from schedulers.ddpm import signal_to_noise
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from schedulers.prediction import signal_to_noise, weight_of_prediction
+from schedulers.ddpm import signal_to_noise, weight_of_prediction
 from schedulers.timestep_samplers import LogSNRBins, speed_tau
 
 

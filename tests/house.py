@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ROOMS = "common image_data schedulers conditions run_folder generation training".split()
+ROOMS = "common image_data schedulers conditions run_folder reporting generation training".split()
 ROOMS += "evaluation preparation visualization".split()
 SCRIPT = "train_unconditional"
 # The functions that lead from the command to the loss, and what each calls to get there.

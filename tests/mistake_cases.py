@@ -270,6 +270,13 @@ family("flags", "prepare_data.py", """
     photos --output             :: --output
     photos --outptu=x           :: --output
 """)
+family("flags", "report.py", """
+                                :: name one or more runs
+    run --nope                  :: unknown flag --nope
+    run stray words             :: stray
+    run --output=page.txt       :: --output & .html
+    run --outptu=page.html      :: --output
+""")
 
 # Values of the wrong type and out of range: every option, from its own facts.
 

@@ -17,8 +17,8 @@ from test_photo_files import BAD, GOOD, attic  # noqa: F401 (a fixture)
 import prepare_data
 from common.interruption import Interrupted, catch_signals
 from image_data.decode import UndecodableImage, decode_image, inspect_image
-from preparation import report as report_room
-from preparation.report import HASH_DISTANCE, groups_of_near_duplicates, perceptual_hash
+from preparation import findings as findings_room
+from preparation.findings import HASH_DISTANCE, groups_of_near_duplicates, perceptual_hash
 
 
 @pytest.fixture
@@ -181,8 +181,8 @@ def all_pairs(hashes, small):
             if (int(hashes[one]) ^ int(hashes[other])).bit_count() <= HASH_DISTANCE:
                 a, b = small[one].astype(float), small[other].astype(float)
                 deviations = a.std() * b.std()
-                alike = ((a - a.mean()) * (b - b.mean())).mean() > report_room.CORRELATION * deviations
-                if alike or np.abs(a - b).mean() < report_room.GREY_LEVELS:
+                alike = ((a - a.mean()) * (b - b.mean())).mean() > findings_room.CORRELATION * deviations
+                if alike or np.abs(a - b).mean() < findings_room.GREY_LEVELS:
                     merged = links[one] | links[other]
                     for member in merged:
                         links[member] = merged
@@ -191,7 +191,7 @@ def all_pairs(hashes, small):
 
 @pytest.mark.parametrize("most_pairs", [2**20, 300])
 def test_groups_are_those_of_all_pairs(most_pairs, monkeypatch):
-    monkeypatch.setattr(report_room, "MOST_PAIRS", most_pairs)
+    monkeypatch.setattr(findings_room, "MOST_PAIRS", most_pairs)
     generator = np.random.default_rng(0)
     hashes, small = [], []
     for _ in range(40):
@@ -256,7 +256,7 @@ def test_the_contact_sheet_shows_every_class(report, tmp_path):
     sheet = Image.open(tmp_path / "report/contact_sheet.png").convert("RGB")
     for row, colour in enumerate(sorted(colours)):
         for column in range(8):
-            pixel = sheet.getpixel((report_room.SHEET_MARGIN + 98 * column + 40, 98 * row + 40))
+            pixel = sheet.getpixel((findings_room.SHEET_MARGIN + 98 * column + 40, 98 * row + 40))
             assert np.abs(np.subtract(pixel, colours[colour])).max() <= 10
 
 
@@ -297,14 +297,14 @@ def test_workers_see_the_same(report, tmp_path):
 
 def test_a_signal_stops_the_check(report, tmp_path, monkeypatch):
     root = classes(tmp_path / "photos", {"cat": 20, "dog": 20})
-    inspect = report_room._inspect
+    inspect = findings_room._inspect
 
     def stopped(photo):
         if photo.name == "cat/003.jpg":
             os.kill(os.getpid(), signal.SIGINT)
         return inspect(photo)
 
-    monkeypatch.setattr(report_room, "_inspect", stopped)
+    monkeypatch.setattr(findings_room, "_inspect", stopped)
     before = signal.getsignal(signal.SIGINT)
     catch_signals()
     try:

@@ -13,13 +13,25 @@ from common.errors import UserError
 def test_curves_carry_the_names_people_look_for(tmp_path):
     from evaluation.curves import draw_run
 
-    rows = [row_of(step, {"fid@5000": 100 / step, "kid@5000": 0.1 / step}) for step in range(1, 41)]
-    drawn = {path.name for path in draw_run(tmp_path, rows, has_score=False)}
+    rows = [row_of(step, {"fid@5000": 100 / step, "kid@5000": 0.1 / step, "is@5000": step}) for step in range(1, 41)]
+    drawn = {path.name for path in draw_run(tmp_path, rows)}
     wanted = {"FID_vs_TrainingSteps.png", "IS_vs_TrainingSteps.png", "FID_vs_TrainingSteps_First25.png",
               "IS_vs_TrainingSteps_First25.png", "FID_vs_TrainingSeconds.png", "KID_vs_TrainingSteps.png"}  # fmt: skip
     assert drawn == wanted
     for name in wanted:
         assert min(Image.open(tmp_path / name).size) > 500
+
+
+def test_a_picture_that_would_show_nothing_new_is_not_drawn(tmp_path):
+    from evaluation.curves import FIRST, draw_run
+
+    rows = [row_of(step, {"fid@5000": 100 / step}) for step in range(1, FIRST + 1)]
+    assert {path.name for path in draw_run(tmp_path, rows)} == {
+        "FID_vs_TrainingSteps.png",
+        "FID_vs_TrainingSeconds.png",
+    }
+    more = draw_run(tmp_path, [*rows, row_of(FIRST + 1, {"fid@5000": 1.0})])
+    assert "FID_vs_TrainingSteps_First25.png" in {path.name for path in more}
 
 
 def row_of(step: int, metrics: dict[str, float], **changes: object) -> dict:
@@ -120,9 +132,8 @@ def test_distances_in_other_features_are_drawn_under_their_own_name(tmp_path):
         for scale in (1.0, 3.0)
     ]
     assert lines_of(rows[::2], FD, "step") == {"fd_dinov2@1000": [(1, 500), (2, 250), (3, pytest.approx(500 / 3))]}
-    assert {path.name for path in draw_run(tmp_path, rows, has_score=True)} == {
+    assert {path.name for path in draw_run(tmp_path, rows)} == {
         "FD_vs_TrainingSteps.png",
-        "FD_vs_TrainingSteps_First25.png",
         "FD_vs_TrainingSeconds.png",
     }
     assert [path.name for path in draw_guidance(tmp_path, rows)] == ["FD_vs_Guidance.png"]

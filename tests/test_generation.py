@@ -434,7 +434,7 @@ def test_the_nearest_training_image_of_a_training_image_is_itself(run):
     (model,) = find_models(str(run), [], None)
     images = images_to_compare(model, parse_generation([]))
     wanted = torch.tensor([0, 5, 1500])
-    found = nearest(images.crops(wanted, torch.zeros(3, 2)), images, 4)
+    found, distances = nearest(images.crops(wanted, torch.zeros(3, 2)), images, 4)
     assert found[:, 0].tolist() == wanted.tolist()
     everything = images.crops(torch.arange(len(images)), torch.zeros(len(images), 2)).double().flatten(1)
     for index, row in zip(wanted, found, strict=True):

@@ -10,9 +10,8 @@ from conftest import losses_of, metrics_of
 from common.errors import UserError
 from common.randomness import derive_seed, standard_normal
 from image_data.batches import Batch
-from schedulers.ddpm import build_scheduler
+from schedulers.ddpm import PREDICTIONS, Prediction, build_scheduler, prediction_of
 from schedulers.loss import LOSSES, DiffusionLoss, build_loss
-from schedulers.prediction import PREDICTIONS, Prediction, prediction_of
 from schedulers.timestep_samplers import Uniform
 
 HERE = SimpleNamespace(

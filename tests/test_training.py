@@ -28,8 +28,8 @@ def finished_run(tmp_path_factory, tiny_flags):
 def test_what_a_run_writes(finished_run):
     top = {path.name for path in finished_run.iterdir()} - {".lock", ".checkpoint-saved"}
     assert top == {
-        "config.yaml", "metrics.jsonl", "timesteps.jsonl", "logs", "samples", "unet", "scheduler", "model_index.json",
-        "README.md", "checkpoint-4", "checkpoint-8", "checkpoint-12",
+        "config.yaml", "audit.json", "metrics.jsonl", "timesteps.jsonl", "logs", "samples", "unet", "scheduler",
+        "model_index.json", "README.md", "report.html", "checkpoint-4", "checkpoint-8", "checkpoint-12",
     }  # fmt: skip
     assert {path.name for path in (finished_run / "samples").iterdir()} == {f"step-{s}.png" for s in (4, 8, 12)}
     assert {path.name for path in (finished_run / "checkpoint-12").iterdir()} == {

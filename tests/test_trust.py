@@ -107,12 +107,8 @@ def test_a_sampler_that_only_a_file_names_is_not_run(run, marker, tiny_flags, tm
     # Who names it trusts it.
     run_script("visualize", f"--run_dir={run}", f"--timestep_sampler={sampler}:Mine")
     assert marker.appeared()
-    for flags, message in (
-        ([f"--run_dir={run}", "--timestep_sampler=edm"], "was trained with"),
-        ([f"--timestep_sampler={sampler}:Mine"], "goes with --run_dir"),
-    ):
-        with pytest.raises(UserError, match=message):
-            run_script("visualize", *flags)
+    with pytest.raises(UserError, match="was trained with"):
+        run_script("visualize", f"--run_dir={run}", "--timestep_sampler=edm")
     change(run / "config.yaml", timestep_sampler="uniform")
     with pytest.raises(UserError, match="was trained with uniform"):
         run_script("visualize", f"--run_dir={run}", f"--timestep_sampler={sampler}:Mine")

@@ -211,6 +211,32 @@ def test_any_number_of_timesteps(steps, tmp_path, drawn, monkeypatch):
     assert np.isclose((heights * np.diff(edges)).sum(), steps)
 
 
+def test_a_sampler_of_ones_own_is_drawn_beside_the_others(tmp_path, drawn, monkeypatch):
+    monkeypatch.setattr(diffusion, "BATCHES", 2)
+    monkeypatch.setattr(dissolving, "FRAMES", 2)
+    own = tmp_path / "my_file.py"
+    own.write_text(
+        "import torch\nfrom schedulers.timestep_samplers import TimestepSampler\nclass Mine(TimestepSampler):\n"
+        "    objective = 'changed'\n"
+        "    def __init__(self, alphas_cumprod):\n"
+        "        super().__init__(alphas_cumprod)\n"
+        "        self.set_density(torch.arange(self.num_train_timesteps) < 10)\n"
+    )
+    flags = ["--schedules=linear", "--num_images=1", "--resolution=8", f"--output_dir={tmp_path / 'figures'}"]
+    draw(monkeypatch, *flags, f"--timestep_sampler={own}:Mine")
+    panels = {axes.get_title(loc="left"): axes for axes in drawn[2].axes if axes.get_visible()}
+    assert [name.split()[0] for name in panels] == [*TIMESTEP_SAMPLERS, "my_file.py:Mine"]
+    (density,) = curves(panels["my_file.py:Mine (another objective)"]).values()
+    assert density.nonzero()[0].tolist() == list(range(10))
+    for name, message in (
+        ("uniform", "--timestep_sampler uniform: is not a sampler of your own"),
+        (f"{tmp_path / 'other.py'}:Mine", "there is no file"),
+        (f"{own}:Yours", "has no timestep sampler Yours; it has Mine"),
+    ):
+        with pytest.raises(UserError, match=message):
+            draw(monkeypatch, *flags, f"--timestep_sampler={name}")
+
+
 def test_few_timesteps(tmp_path, monkeypatch, capsys):
     """A sampler that needs more of them is named and left out of the picture."""
     monkeypatch.setattr(diffusion, "BATCHES", 5)
@@ -357,6 +383,23 @@ def test_a_run_without_checkpoints_or_weights_is_drawn_as_far_as_it_goes(run_fol
     (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     draw(monkeypatch, f"--run_dir={run_folder}")
     assert [path.name for path in (run_folder / "figures").iterdir()] == ["loss_by_quarter.png"]
+
+
+def test_the_samples_of_a_run_become_a_gif(run_folder, monkeypatch, capsys):
+    """A frame for each grid in the order of the steps; the raw weights stand beside the others in the beginning."""
+    samples = run_folder / "samples"
+    samples.mkdir()
+    for step, width, grey in ((9, 30, 0), (10, 20, 100), (20, 20, 0), (100, 20, 200)):
+        Image.new("L", (width, 20), grey).save(samples / f"step-{step}.png")
+    draw(monkeypatch, f"--run_dir={run_folder}")
+    assert capsys.readouterr().out.split()[-1] == str(run_folder / "figures" / "samples_over_steps.gif")
+    with Image.open(run_folder / "figures" / "samples_over_steps.gif") as gif:
+        frames = [gif.seek(frame) or gif.convert("RGB") for frame in range(gif.n_frames)]
+    assert [frame.getpixel((5, 5))[0] for frame in frames] == pytest.approx([0, 100, 0, 200], abs=5)
+    assert [frame.getpixel((25, 5))[0] for frame in frames] == pytest.approx([0, 255, 255, 255], abs=5)
+    (samples / "step-100.png").write_bytes(b"cut off")
+    with pytest.raises(UserError, match=r"step-100\.png cannot be read"):
+        draw(monkeypatch, f"--run_dir={run_folder}")
 
 
 def test_a_run_that_cannot_be_drawn_says_why(run_folder, monkeypatch):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from common.errors import reason_of
 from common.files import write_atomically
 from common.interruption import stop_requested, stops_deferred
 from common.machine import can_be_compiled, fits_in_memory
@@ -18,6 +21,7 @@ from common.randomness import generator_for
 from conditions.condition import Condition
 from image_data.batches import TrainingBatches
 from image_data.store import TrainingImages
+from reporting.run_page import write_report
 from run_folder.checkpoints import CheckpointWriter, load_checkpoint
 from run_folder.config import (
     BatchSizes,
@@ -33,12 +37,14 @@ from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from schedulers.loss import DiffusionLoss, build_loss
 from schedulers.timestep_samplers import LogSNRBins
-from training.audit import announce, log_end
+from training.audit import announce, audit, log_end
 from training.loop import train
 from training.milestones import Milestones
 from training.network import build_training_unet, check_network
 from training.tracking import Tracking, Window
 from training.update import Update
+
+logger = logging.getLogger(__name__)
 
 Ending = Literal["finished", "stopped"] | None
 
@@ -179,10 +185,21 @@ def execute(run: Run) -> None:
         with stops_deferred(), opened(run):  # from here on, to be stopped means to save first
             train(run)
 
-    # The card, and the Hub if asked, which the other processes need not wait for.
+    # What is to be looked at, and the Hub if asked, which the other processes need not wait for.
     run.processes.finish()
     if run.processes.is_main:
+        report(run.config)
         publish(run.config, run.state)
+
+
+def report(config: TrainingConfig) -> None:
+    """Write the run's report.html; whatever is in the way of that is no reason to fail at the end of a run."""
+    folder = RunFolder(config.output_dir)
+    try:
+        write_report([folder.path], folder.report_file)
+        logger.info("Look at %s in a browser", folder.report_file)
+    except Exception as error:
+        logger.warning("%s could not be written: %s", folder.report_file, reason_of(error))
 
 
 def was_completed(run: Run) -> bool:
@@ -198,13 +215,14 @@ def was_completed(run: Run) -> bool:
 def opened(run: Run) -> Iterator[None]:
     """Make the run's folder, or go on with the run that is in it, and have in here all that training needs."""
     config, processes, state = run.config, run.processes, run.state
-    checkpoint = open_run(config, processes)
+    checkpoint, rows = open_run(config, processes), audit(run)  # of the network as it was initialised
     if checkpoint is not None:
         is_named = checkpoint.name == Path(config.resume_from_checkpoint).name
         load_checkpoint(state, checkpoint, same_run=not is_named)
     if processes.is_main:
         folder = RunFolder(config.output_dir)
         write_atomically(folder.config_file, as_yaml(config))
+        write_atomically(folder.audit_file, json.dumps([astuple(row) for row in rows], indent=1) + "\n")
         folder.write_condition(run.condition)
     run.over_at_start = run.is_over()
     # Before the exchange of gradients is wrapped around it. Grids are drawn with `state.unet`, which stays as it is.

@@ -10,8 +10,9 @@ from matplotlib.axes import Axes
 from common.errors import say
 from common.plots import COLOURS, NOTE, drawing, legend_beside, single_panel
 from common.randomness import generator_for
+from run_folder.config import TrainingConfig
 from schedulers.ddpm import ExactDDPMScheduler
-from schedulers.loss import TIMESTEP_SAMPLERS
+from schedulers.loss import TIMESTEP_SAMPLERS, build_sampler
 from schedulers.timestep_samplers import TimestepSampler
 from schedulers.weighting import LOSS_WEIGHTINGS, signal_to_noise, weighting_table
 
@@ -42,14 +43,24 @@ def draw_snr(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Path:
     return path
 
 
-def build_samplers(schedulers: dict[str, ExactDDPMScheduler]) -> dict[str, dict[str, TimestepSampler]]:
-    """Return every timestep sampler for every schedule, by name and schedule; say which cannot be built."""
+def build_samplers(
+    schedulers: dict[str, ExactDDPMScheduler], own_sampler: str | None = None
+) -> dict[str, dict[str, TimestepSampler]]:
+    """Return every timestep sampler for every schedule, by name and schedule; say which cannot be built.
+
+    `own_sampler` is one more, a class in a file that the user has named, which is run.
+    """
     samplers = {}
     for name, kind in TIMESTEP_SAMPLERS.items():
         try:
             samplers[name] = {schedule: kind(scheduler.alphas_cumprod) for schedule, scheduler in schedulers.items()}
         except ValueError as error:
             say(f"the timestep sampler {name} is left out: {error}")
+    if own_sampler is not None:
+        options = vars(TrainingConfig(timestep_sampler=own_sampler))
+        samplers[Path(own_sampler).name] = {
+            schedule: build_sampler(options, scheduler.alphas_cumprod) for schedule, scheduler in schedulers.items()
+        }
     return samplers
 
 

@@ -51,7 +51,7 @@ def dissolving_frames(images: torch.Tensor, schedulers: dict[str, ExactDDPMSched
     return frames
 
 
-def save_animation(frames: list[Image.Image], path: Path) -> Path:
+def save_animation(frames: list[Image.Image], path: Path, milliseconds: int = MILLISECONDS) -> Path:
     """Write an endless GIF that rests on its first and last frame."""
     # One palette for all frames, so that colours do not flicker, with a true white for the paper.
     some = [np.asarray(frame) for frame in (frames[0], frames[len(frames) // 4], frames[-1])]
@@ -60,7 +60,7 @@ def save_animation(frames: list[Image.Image], path: Path) -> Path:
     colours[colours.min(1) >= NEARLY_WHITE] = 255
     palette.putpalette(colours.flatten().tolist())
     first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    durations = [PAUSE_MILLISECONDS, *[MILLISECONDS] * (len(frames) - 2), PAUSE_MILLISECONDS]
+    durations = [PAUSE_MILLISECONDS, *[milliseconds] * (len(frames) - 2), PAUSE_MILLISECONDS]
     with written_aside(path) as aside:
         first.save(aside, "GIF", save_all=True, append_images=others, duration=durations, loop=0)
     return path

@@ -8,12 +8,15 @@ import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import AsinhNorm, LogNorm
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from common.errors import UserError, reason_of, user_errors
 from common.options import LARGEST_INT
 from common.plots import drawing, single_panel
+from image_data.decode import UndecodableImage, errors_as_undecodable
+from image_data.sources import spread
 from run_folder.checkpoints import InvalidCheckpoint, checkpoints, step_of, verify
 from run_folder.config import TrainingConfig, check_timestep_sampler, is_own_sampler
 from run_folder.folder import QUARTERS, RunFolder
@@ -24,6 +27,7 @@ from schedulers.timestep_samplers import LogSNRBins
 EFFECTIVE_SAMPLE_SIZE = "weight_ess"
 DRAWN = ("step", *(f"loss_q{quarter}" for quarter in range(QUARTERS)), EFFECTIVE_SAMPLE_SIZE)
 MOST_CURVES = 8
+MOST_FRAMES, MILLISECONDS = 50, 400  # of the samples over the steps
 SMOOTHED_OVER = 50  # the part of a run that a running mean covers
 MOST_COLUMNS = 150  # of a picture over time; lines of a long run are averaged
 MOST_DENSITY = 32.0  # as a multiple of uniform: beyond it and its inverse colours stay the same
@@ -192,6 +196,19 @@ def draw_effective_sample_size(metrics: list[dict], path: Path) -> Path:
     with single_panel(path, title, "step", r"$(\Sigma w)^2\,/\,(n\,\Sigma w^2)$", ylim=(0, 1.05)) as axes:
         plot_metric(axes, metrics, EFFECTIVE_SAMPLE_SIZE)
     return path
+
+
+def read_samples(folder: Path) -> list[Image.Image]:
+    """Read a run's sample grids in the order of their steps, evenly spread where there are many, all of one size."""
+    grids, frames = list(RunFolder(folder).grids().values()), []
+    for path in [grids[-1 - place] for place in reversed(spread(len(grids), MOST_FRAMES))]:
+        with user_errors(f"{path} cannot be read", UndecodableImage), errors_as_undecodable():
+            frames.append(Image.open(path, formats=["PNG"]).convert("RGB"))
+    size = tuple(max((frame.size[side] for frame in frames), default=0) for side in (0, 1))
+    same = [Image.new("RGB", size, "white") for _ in frames]  # the raw weights are drawn in the beginning only
+    for frame, whole in zip(frames, same, strict=True):
+        whole.paste(frame, (0, 0))
+    return same
 
 
 def plot_metric(axes: Axes, metrics: list[dict], name: str, label: str | None = None) -> None:
