@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import os
 import re
 from functools import cached_property
 from pathlib import Path
@@ -74,6 +75,8 @@ class TextEncoder:
             as_data = {"trust_remote_code": False, "use_safetensors": True}
             encoder = kind.from_pretrained(location_of(name), config=config, dtype=torch.float32, **as_data)
             self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or location_of(name), trust_remote_code=False)
+        if not set(self.tokenizer.get_vocab()) - set(self.tokenizer.all_special_tokens):
+            raise UserError(f"--text_encoder {name}: its tokenizer is missing, or knows no words: add its files")
         self.encoder = encoder.eval().requires_grad_(False).to(device)
 
     @cached_property
@@ -95,7 +98,7 @@ class TextEncoder:
         contents = self.fingerprint, captions, torch.backends.cuda.matmul.allow_tf32
         key = hashlib.blake2b(repr(contents).encode(), digest_size=16).hexdigest()
         path = cache_dir / f"captions-{key}.safetensors"
-        if path.exists():
+        if os.path.lexists(path):
             try:
                 load_safetensors(path)
             except OSError as error:

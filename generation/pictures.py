@@ -16,7 +16,7 @@ from generation.engine import InferenceSettings, Job, RunningNetwork
 from generation.generate_options import OutputOptions
 from generation.writers import one_line_if_unwritable
 from image_data.grid import beside_names, image_grid, side_by_side
-from image_data.sources import load_images
+from image_data.sources import ImageSource, load_images
 from image_data.store import InMemoryImages, StreamedImages, load_training_images
 from run_folder.config import TrainingConfig
 from run_folder.folder import RunFolder
@@ -27,6 +27,8 @@ SHOWN = 16  # images in a GIF or beside their neighbours
 FRAMES = 50
 INTERPOLATED = 11
 IMAGES_COMPARED_AT_ONCE = 1024
+
+Compared = tuple[TrainingConfig, ImageSource]  # training images, which have been found and not been decoded
 
 
 def save(picture: Image.Image, path: Path, **options: object) -> None:
@@ -82,10 +84,10 @@ def spherical(first: torch.Tensor, last: torch.Tensor, fractions: torch.Tensor) 
     return between.float().to(device)
 
 
-def save_nearest(images: torch.Tensor, options: OutputOptions, model: SavedModel, path: Path) -> None:
+def save_nearest(images: torch.Tensor, count: int, compared: Compared, path: Path) -> None:
     """Draw each image, and after a gap the training images that are nearest to it in pixels."""
-    training_images = images_to_compare(model, options)
-    indices = nearest(images, training_images, min(options.nearest, len(training_images)))
+    training_images = load_training_images(*compared).images
+    indices = nearest(images, training_images, min(count, len(training_images)))
     neighbours = at_centre(training_images, indices.flatten())
     neighbours = image_grid(neighbours, columns=indices.shape[1])
     pictures = {"generated": image_grid(images, columns=1), "nearest training images, nearest first": neighbours}
@@ -112,8 +114,8 @@ def at_centre(training_images: InMemoryImages | StreamedImages, indices: torch.T
     return training_images.crops(indices, torch.full((len(indices), 2), 0.5))
 
 
-def images_to_compare(model: SavedModel, options: OutputOptions) -> InMemoryImages | StreamedImages:
-    """Load the images that the model was trained on, or those that are named, in the model's size."""
+def find_compared(model: SavedModel, options: OutputOptions) -> Compared:
+    """Find the images that the model was trained on, or those that are named, to be read in the model's size."""
     channels, height, width = model.shape
     run = RunFolder(model.home)
     if options.dataset_name or options.train_data_dir:
@@ -126,4 +128,4 @@ def images_to_compare(model: SavedModel, options: OutputOptions) -> InMemoryImag
     if height != width:
         raise UserError("--nearest: compares square images only")
     config = replace(config, resolution=height, channels=str(channels), dataloader_num_workers=None)
-    return load_training_images(config, load_images(config)).images
+    return config, load_images(config)

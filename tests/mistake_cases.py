@@ -828,6 +828,20 @@ files("samplers", SAMPLER, "mine", {
     "an error when drawing": {"mine.py": DRAW + "1 / 0\n"},
     "an unknown objective": {"mine.py": BASE + "    objective = 'better'\n"},
 })
+LATER = BASE + "    drawn = 0\n\n    def {}:\n        Mine.drawn += 1; later = Mine.drawn > 9\n        return {}\n"
+FOR_IMAGES = LATER.format("sample_for(self, images, positions, batch_size, generator)", "{}, torch.ones(len(images))")
+DRAWS = LATER.replace("{}", "draw(self, batch_size, generator)", 1)
+files("samplers", SAMPLER, "Mine", {
+    "timesteps too large later": {"mine.py": DRAWS.format("torch.full((batch_size,), 5000 if later else 3)")},
+    "timesteps below zero later": {"mine.py": DRAWS.format("torch.full((batch_size,), -1 if later else 3)")},
+    "too few timesteps later": {"mine.py": DRAWS.format("torch.full((batch_size - later,), 3)")},
+    "an exit later": {"mine.py": DRAWS.format("exit(0) if later else torch.full((batch_size,), 3)")},
+}, code=1, leaves=OUT)
+files("samplers", SAMPLER, "finite", {
+    "timesteps too large for images later": {
+        "mine.py": FOR_IMAGES.format("torch.full((len(images),), 5000 if later else 3)"),
+    },
+}, code=1, leaves=OUT)
 family("samplers", SAMPLER, """
     --timestep_sampler_options width            :: timestep_sampler_options
     --timestep_sampler_options width=3          :: width
