@@ -152,6 +152,16 @@ def first_existing(path: Path, flag: str = "--output_dir") -> Path:
         return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
+def check_folder(path: Path, flag: str = "--output_dir") -> bool:
+    """Raise unless this is, or can become, a folder to write to; return whether it is there."""
+    existing = first_existing(path, flag)
+    if not existing.is_dir():
+        raise UserError(f"{flag} {path}: {existing} is a file, not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{flag} {path}: no permission to write in {existing}")
+    return existing == path
+
+
 def default_cache_dir() -> Path:
     """Return where what can be made again is kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "exact-ddpm"

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from common.errors import UserError
-from common.files import written_aside
+from common.errors import UserError, user_errors
+from common.files import check_folder, written_aside
 from common.processes import Processes
 from common.progress import progress_bar
 from common.randomness import standard_normal
@@ -65,13 +65,15 @@ def save_interpolation(job: Job, first: int, last: int, processes: Processes, pa
     """Draw a row of pictures whose noise lies on the great circle between that of two seeds (Song et al. 2021, D.5)."""
     if job.method.adds_noise:
         raise UserError(f"--interpolate: {job.method.name} adds noise on the way; use --ddim with --eta 0")
+    check_folder(path.parent)
     ends = torch.tensor([first, last], device=processes.device)
     noise = spherical(*standard_normal(NOISE_KEY, ends, 0, job.model.shape), torch.linspace(0, 1, INTERPOLATED))
     running = RunningNetwork(job, processes, InferenceSettings(batch_size=INTERPOLATED))
     seeds = [first] * INTERPOLATED  # they stand for the condition, not for noise
     with progress_bar(total=len(job.method.timesteps), desc=path.name, leave=False) as bar:
         images = running.generate(seeds, lambda number, samples: bar.update(), noise)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with user_errors(f"--output_dir {path.parent}: cannot be written", OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
     save(image_grid(images, columns=INTERPOLATED), path)
 
 

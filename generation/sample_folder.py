@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 import zipfile
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from common.errors import UserError, user_errors
-from common.files import LOCK_FILE, first_existing, lock, write_atomically
+from common.files import LOCK_FILE, check_folder, lock, write_atomically
 from common.interruption import stops_deferred
 from common.processes import Processes
 from generation.engine import InferenceSettings, Job, choose_batch_size, divide, generate
@@ -69,12 +68,7 @@ class SampleFolder:
         """Lock the folder, if it holds images, and return their batch size; make nothing yet."""
         self.record_before = None
         with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
-            existing = first_existing(self.path)
-            if not existing.is_dir():
-                raise UnusableFolder(f"--output_dir {self.path}: {existing} is a file, not a folder")
-            if not os.access(existing, os.W_OK | os.X_OK):
-                raise UnusableFolder(f"--output_dir {self.path}: no permission to write in {existing}")
-            found = {entry.name: entry for entry in self.path.iterdir()} if existing == self.path else {}
+            found = {entry.name: entry for entry in self.path.iterdir()} if check_folder(self.path) else {}
             if found.keys() <= {LOCK_FILE}:
                 return None
             if RECORD not in found:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from contextlib import suppress
 from fnmatch import fnmatch
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from common.errors import UserError, user_errors
-from common.files import LOCK_FILE, first_existing, lock, replace_folder, write_atomically
+from common.files import LOCK_FILE, check_folder, first_existing, lock, replace_folder, write_atomically
 from common.interruption import fault_point
 from common.options import UniqueKeyLoader, facts_of, flags_of, read_options
 from run_folder.checkpoints import CONDITION_FILE, PREFIX, SAVED, WEIGHTS, changed_settings, find_checkpoint
@@ -167,12 +166,7 @@ def _size(count: float) -> str:
 def check_output_dir(config: TrainingConfig) -> None:
     """Raise, before the work starts, if the run could not be written or would overwrite something else."""
     path = Path(config.output_dir)
-    existing = first_existing(path)
-    if not existing.is_dir():
-        raise UserError(f"--output_dir {path}: {existing} is a file, not a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--output_dir {path}: no permission to write in {existing}")
-    if existing != path:
+    if not check_folder(path):
         return
     for name in (SAMPLES, *PIPELINE_FOLDERS, config.logging_dir):
         if first_existing(path / name).is_file():

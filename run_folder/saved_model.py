@@ -146,7 +146,12 @@ class SavedModel:
                 f"{where}: its network does not make images of a known size, {RESOLUTION.wanted}, with 1, 3 or 4 "
                 f"channels, but of {size} with {channels}"
             )
-        _ = self.scheduler, self.condition
+        if (condition := self.condition) is not None:
+            of_text = condition["condition"] == "text"
+            rows = None if of_text else len(condition["class_names"]) + 1  # the last stands for no class
+            if of_text != (config["_class_name"] == "UNet2DConditionModel") or config.get("num_class_embeds") != rows:
+                raise UserError(f"{where}: its network does not take the condition that {CONDITION_FILE} describes")
+        _ = self.scheduler
 
 
 def check_condition(description: dict[str, Any]) -> dict[str, Any]:
