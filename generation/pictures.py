@@ -69,11 +69,11 @@ def save_interpolation(job: Job, first: int, last: int, processes: Processes, pa
     ends = torch.tensor([first, last], device=processes.device)
     noise = spherical(*standard_normal(NOISE_KEY, ends, 0, job.model.shape), torch.linspace(0, 1, INTERPOLATED))
     running = RunningNetwork(job, processes, InferenceSettings(batch_size=INTERPOLATED))
+    with user_errors(f"--output_dir {path.parent}: cannot be written", OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
     seeds = [first] * INTERPOLATED  # they stand for the condition, not for noise
     with progress_bar(total=len(job.method.timesteps), desc=path.name, leave=False) as bar:
         images = running.generate(seeds, lambda number, samples: bar.update(), noise)
-    with user_errors(f"--output_dir {path.parent}: cannot be written", OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
     save(image_grid(images, columns=INTERPOLATED), path)
 
 

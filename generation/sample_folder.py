@@ -80,9 +80,9 @@ class SampleFolder:
             if self.options.overwrite:
                 return None
             for name in found.keys() & {*PICTURES, *WRITTEN, RECORD}:
-                if not name.startswith(".") and found[name].is_dir() == bool(Path(name).suffix):
-                    kind = "a folder where a file" if found[name].is_dir() else "a file where a folder"
-                    raise UnusableFolder(f"--output_dir {self.path}: {name} is {kind} should be; move it away")
+                kind, is_one = ("file", Path.is_file) if Path(name).suffix else ("folder", Path.is_dir)
+                if not name.startswith(".") and not is_one(found[name]):
+                    raise UnusableFolder(f"--output_dir {self.path}: {name} is not a {kind}; move it away")
             self.record_before = read_record(self.path)
         return self.record_before["batch_size"]
 

@@ -201,6 +201,8 @@ def read_file(folder: Path, name: str) -> dict:
     path = folder / name
     if path.suffix != ".json":
         return load_file(path)
+    if path.exists() and not path.is_file():
+        raise OSError(f"{name} is not a file")  # to read a pipe would wait for ever
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"{name} holds a {type(content).__name__} and no names with values")

@@ -171,9 +171,10 @@ def check_output_dir(config: TrainingConfig) -> None:
     for name in (SAMPLES, *PIPELINE_FOLDERS, config.logging_dir):
         if first_existing(path / name).is_file():
             raise UserError(f"--output_dir {path}: {first_existing(path / name)} is a file where a run has a folder")
-    for name in (CONFIG, METRICS, PIPELINE, CARD, LOCK_FILE):
-        if (path / name).is_dir():
-            raise UserError(f"--output_dir {path}: {path / name} is a folder where a run has a file")
+    for name in (CONFIG, METRICS, TIMESTEPS, PIPELINE, CARD, LOCK_FILE):
+        if (path / name).exists() and not (path / name).is_file():  # to read a pipe would wait for ever
+            kind = "a folder" if (path / name).is_dir() else "a pipe or a device"
+            raise UserError(f"--output_dir {path}: {path / name} is {kind} where a run has a file")
     if not RunFolder(path).is_run:
         if foreign := sorted(entry.name for entry in path.iterdir() if not is_of_a_run(entry.name, config)):
             listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")

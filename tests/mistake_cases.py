@@ -585,10 +585,14 @@ files("run folder", f"{AGAIN} --max_train_steps=6", "", {
     "metrics that are not text": {"run/metrics.jsonl": b'{"step": 1}\n\xff\xfe\n'},
     "metrics of something else": {"run/metrics.jsonl": "[1]\n"},
     "metrics that end in the middle": {"run/metrics.jsonl": cut},
+    "a checkpoint that is a link to itself": {"run/checkpoint-9": link("checkpoint-9")},
+    "a checkpoint that is a link to nothing": {"run/checkpoint-9": link("nothing")},
     "a leftover of a kill": {"run/.checkpoint-6.tmp/x": "x", "run/.checkpoint-1.old/x": "x"},
 }, code=(0, 2), leaves=("run/*",))
 files("run folder", f"{AGAIN} --max_train_steps=6 --logger=tensorboard", "run", {
     "metrics that are a folder": {"run/metrics.jsonl": folder},
+    "metrics that are a pipe": {"run/metrics.jsonl": pipe},
+    "a configuration that is a pipe": {"run/config.yaml": pipe},
     "logs that are a file": {"run/logs": file_instead},
     "a configuration that is a folder": {"run/config.yaml": folder},
     "a lock that is a folder": {"run/.lock": both(Path.unlink, folder)},
@@ -944,6 +948,9 @@ files("models", PIPELINE, "pipeline", {
     "a side of words": {UNET: entries(sample_size=[8, "x"])},
     "weights without one": {WEIGHTS: without("conv_out.weight")},
     "weights that are a folder": {WEIGHTS: folder},
+    "weights that are a pipe": {WEIGHTS: pipe},
+    "a network that is a pipe": {UNET: pipe},
+    "a scheduler that is a pipe": {SCHEDULER: pipe},
     "weights that fail, and an empty folder for the images": {WEIGHTS: cut, "out": folder},
     "betas of nan": {SCHEDULER: entries(beta_start=math.nan)},
     "betas below zero": {SCHEDULER: entries(trained_betas=[-1.0, 2.0])},
@@ -1061,6 +1068,8 @@ files("samples", INTO, "generated", {
     "a record of words": {"generated/samples.json": entries(batch_size="large")},
     "a record that is a folder": {"generated/samples.json": folder},
     "images that are a file": {"generated/images": file_instead},
+    "a record that is a pipe": {"generated/samples.json": pipe},
+    "a grid that is a pipe": {"generated/grid.png": pipe},
     "a grid that is a folder": {"generated/grid.png": both(Path.unlink, folder)},
     "an image of noise": {"generated/images/000001.png": garbage},
     "in use": {"generated/.lock": held},
@@ -1556,6 +1565,9 @@ family("hub", TRAIN + " --output_dir=out --max_train_steps=1 --hub_token=hf_SECR
 files("surroundings", "train_unconditional.py --config=bad\x00name", "config", {})
 family("surroundings", TRAIN + " --max_train_steps=1 --output_dir=out", "::", environment={"HOME": "/nonexistent"},
        code=0, leaves=OUT)
+family("surroundings", TRAIN + " --max_train_steps=1 --output_dir=out", "::", environment={"TMPDIR": "/nonexistent"},
+       code=0, leaves=OUT)
+family("surroundings", GENERATE, "::", environment={"HF_HOME": "/proc/nothing"}, code=0, leaves=OUT)
 family("surroundings", AGAINST.replace("{cache}", "") + " --real=photos", " :: /proc/nothing",
        environment={"XDG_CACHE_HOME": "/proc/nothing"})
 family("surroundings", AGAINST.replace("{cache}", "--cache_dir=samples.npz") + " --real=photos", " :: samples.npz")
