@@ -70,7 +70,10 @@ class SavedModel:
     def network_config(self) -> dict[str, Any]:
         path = self.network_folder / "config.json"
         with user_errors(f"{path}: cannot be read", OSError, ValueError, RecursionError):
-            return read_file(path.parent, path.name)
+            config = read_file(path.parent, path.name)
+        if (name := config.get("_class_name")) not in NETWORKS:  # it may name any class; one is loaded if listed here
+            raise UserError(f"{path}: its network is a {name}; {' and '.join(NETWORKS)} are loaded")
+        return config
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -133,9 +136,6 @@ class SavedModel:
     def check(self) -> None:
         """Raise for what no images can be made with; the weights are looked at when they are loaded."""
         config, where = self.network_config, f"{self.network_folder / 'config.json'}"
-        if config.get("_class_name") not in NETWORKS:  # it may name any class; one is loaded only if it is listed here
-            kinds = " and ".join(NETWORKS)
-            raise UserError(f"{where}: its network is a {config.get('_class_name')}; {kinds} are loaded")
         channels, size = config.get("in_channels"), config.get("sample_size")
         if channels != config.get("out_channels"):
             raise UserError(f"{where}: its network predicts a variance too, which no sampler here uses")
