@@ -23,7 +23,7 @@ def main() -> None:
     from common.processes import start_processes
     from conditions.guidance import condition_of
     from generation.engine import InferenceSettings, Job, prefers_channels_last
-    from generation.pictures import SHOWN, save_interpolation, save_nearest, save_progress
+    from generation.pictures import SHOWN, find_compared, save_interpolation, save_nearest, save_progress
     from generation.sample_folder import SampleFolder, complete_folders, default_folder
     from run_folder.saved_model import find_models
 
@@ -31,6 +31,7 @@ def main() -> None:
 
     # The models, how noise becomes images with each, and where they go.
     models = find_models(options.model, options.checkpoints, options.weights) if processes.is_main else None
+    compared = find_compared(models[0], options) if processes.is_main and options.nearest else None
     folders, seeds = [], seeds_of(options)
     for model in processes.broadcast(models):
         job = Job(model, build_method(options, model), condition_of(options, model, processes.device))
@@ -61,8 +62,8 @@ def main() -> None:
         if options.progress_gif:
             save_progress(folder.job, seeds[:SHOWN], processes, settings, folder.path / "progress.gif")
         if options.nearest:
-            shown, model = folder.layout.seeds[:SHOWN], folder.job.model
-            save_nearest(folder.shown[:SHOWN], shown, options, model, folder.path / "nearest.png")
+            first = folder.layout.seeds[:SHOWN]
+            save_nearest(folder.shown[:SHOWN], first, options.nearest, compared, folder.path / "nearest.png")
         logger.info("%s holds %d images and grid.png", folder.path, len(seeds))
 
 

@@ -69,6 +69,8 @@ def save_safetensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dic
 
     metadata = metadata or {}
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()  # an empty folder is in the way; one that holds something is not ours to remove
     with written_aside(path) as aside:
         try:
             save_file(tensors, aside, {**metadata, CHECKSUM: checksum(tensors, metadata)})
@@ -144,9 +146,20 @@ def replace_folder(new: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def first_existing(path: Path) -> Path:
+def first_existing(path: Path, flag: str = "--output_dir") -> Path:
     """Return the path itself or the nearest folder above it that is there."""
-    return next(folder for folder in (path, *path.parents) if folder.exists())
+    with user_errors(f"{flag} {path}: cannot be the name of a folder", OSError):
+        return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def check_folder(path: Path, flag: str = "--output_dir") -> bool:
+    """Raise unless this is, or can become, a folder to write to; return whether it is there."""
+    existing = first_existing(path, flag)
+    if not existing.is_dir():
+        raise UserError(f"{flag} {path}: {existing} is a file, not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{flag} {path}: no permission to write in {existing}")
+    return existing == path
 
 
 def default_cache_dir() -> Path:

@@ -60,6 +60,7 @@ class Facts:
     instead_of: str | None = None  # another way to say the same: a flag for one replaces the other in a file
     only_with: str | Callable[[str], str] = ""  # has an effect if one of these is on, as in "ema_warmup logger=wandb"
     not_with: str = ""  # has none if one of these is on
+    may_be_empty: bool = False  # a text, for which that means something
     nothing: object = None  # the value that asks for nothing, which is no mistake then
     saved: bool = True  # is the run's; otherwise it belongs to one invocation, and is not written down
     may_change: bool = False  # with another value the run is still the same run
@@ -121,6 +122,8 @@ def parse_options(
     facts = facts_of(kind)
     for name in facts:
         if facts[name].positional and arguments and not arguments[0].startswith("-"):
+            if is_given(arguments, name, facts[name]):
+                raise UserError(f"{arguments[0]} and --{name} say the same thing: leave one of them out")
             if isinstance(facts[name].default, list):
                 arguments = [f"--{name}", *arguments]
             else:
@@ -154,6 +157,8 @@ def read_options(
     facts = facts_of(kind)
     for name, value in vars(options).items():
         several = isinstance(value, list)
+        if isinstance(value, str) and not (value.strip() or facts[name].may_be_empty):
+            raise UserError(f"--{name}: is empty; give it a value or leave it out")
         checked = [_checked(name, one, facts[name]) for one in (value if several else [value])]
         setattr(options, name, checked if several else checked[0])
     return options

@@ -161,6 +161,10 @@ def guidance_of(options: ConditionOptions, model: SavedModel) -> Guidance:
             raise UserError(
                 f"{flag}: {model.name} was trained with --condition_dropout 0 and cannot predict without a condition"
             )
+    last = model.scheduler.config.num_train_timesteps - 1
+    if options.guidance_interval and options.guidance_interval[1] > last:
+        words = " ".join(map(str, options.guidance_interval))
+        raise UserError(f"--guidance_interval {words}: the timesteps of {model.name} are 0 to {last}")
     return Guidance(options.guidance_scale, options.guidance_rescale, options.guidance_interval or None)
 
 
@@ -191,7 +195,7 @@ def prompt_condition(
     options: ConditionOptions, model: SavedModel, guidance: Guidance, device: torch.device
 ) -> GenerationCondition:
     """Return the condition that shows the prompts in turn; the negative prompt is the row without a condition."""
-    prompts = options.prompt + (read_prompts(options.prompts_file) if options.prompts_file else [])
+    prompts = options.prompt or (read_prompts(options.prompts_file) if options.prompts_file else [])
     prompts, negative = prompts or model.condition["prompts"], options.negative_prompt or ""
     known = set(model.condition["vocabulary"])
     unknown = sorted({word for text in (*prompts, negative) for word in words_of(text) if word not in known})

@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import os
 import re
 from functools import cached_property
 from pathlib import Path
@@ -72,8 +73,14 @@ class TextEncoder:
         with user_errors(f"--text_encoder {name}: cannot be loaded", Exception):
             # It is data: classes of transformers read it, none that travels with it, and no pickle is opened.
             as_data = {"trust_remote_code": False, "use_safetensors": True}
-            encoder = kind.from_pretrained(location_of(name), config=config, dtype=torch.float32, **as_data)
+            as_data |= {"dtype": torch.float32, "output_loading_info": True}
+            encoder, found = kind.from_pretrained(location_of(name), config=config, **as_data)
+            # What a file does not have would be random. The pooler is not used here, and not all encoders have one.
+            if missing := sorted(key for key in found["missing_keys"] if not key.startswith("pooler.")):
+                raise OSError(f"its weights have no {missing[0]}")
             self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or location_of(name), trust_remote_code=False)
+        if not set(self.tokenizer.get_vocab()) - set(self.tokenizer.all_special_tokens):
+            raise UserError(f"--text_encoder {name}: its tokenizer is missing, or knows no words: add its files")
         self.encoder = encoder.eval().requires_grad_(False).to(device)
 
     @cached_property
@@ -95,7 +102,7 @@ class TextEncoder:
         contents = self.fingerprint, captions, torch.backends.cuda.matmul.allow_tf32
         key = hashlib.blake2b(repr(contents).encode(), digest_size=16).hexdigest()
         path = cache_dir / f"captions-{key}.safetensors"
-        if path.exists():
+        if os.path.lexists(path):
             try:
                 load_safetensors(path)
             except OSError as error:

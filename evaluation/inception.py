@@ -193,7 +193,7 @@ def converted(source: Path, source_digest: str, cache_dir: Path) -> dict[str, to
 def read_cached(source_digest: str, cache_dir: Path) -> dict[str, torch.Tensor] | None:
     """Return the weights that were read from this file before, if they are in the cache and whole."""
     path = _path_in_cache(source_digest, cache_dir)
-    if path.exists():
+    if os.path.lexists(path):
         try:
             return load_safetensors(path)[0]
         except OSError as error:

@@ -49,7 +49,9 @@ def _pipeline_beside(run: RunFolder, models: list[SavedModel]) -> list[SavedMode
         return []
     logger.info("The pipeline in %s holds other weights than the checkpoints, of an unknown step", run.path)
     beside = {"path": run.path, "step": None, "train_seconds": None, "sha256": digest, "network_folder": weights.parent}
-    return [replace(models[-1], name="pipeline", **beside)]
+    pipeline = replace(models[-1], name="pipeline", **beside)
+    replace(pipeline).check()
+    return [pipeline]
 
 
 def training_images(config: TrainingConfig, split: str, cache_dir: str | None, num_workers: int) -> EncodedImages:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -190,7 +191,7 @@ def _path_in_cache(identity: Identity, cache_dir: Path) -> Path:
 
 def _from_cache(identity: Identity, cache_dir: Path) -> Statistics | None:
     path = _path_in_cache(identity, cache_dir)
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     try:
         statistics = load_statistics(path)

@@ -1,5 +1,7 @@
 """From seeds to images on any number of processes, with the same bits whatever their number."""
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -74,23 +76,30 @@ def generate_images(
 def generate(
     batches: Sequence[Batch], processes: Processes, settings: InferenceSettings
 ) -> Iterator[tuple[Job, list[int], torch.Tensor]]:
-    """Yield `(job, seeds, images)` of this process's share of the batches, of which each is a job and its seeds.
+    """Return `(job, seeds, images)` of this process's share of the batches, of which each is a job and its seeds.
 
-    All processes must call it with the same batches and exhaust it; whoever is ready takes the next one. Inside
-    `stops_deferred()` a stop is noticed within a denoising step: the batch is given up and `Interrupted` is
-    raised in every process; what was yielded before is good.
+    The first network is loaded and tried at once, so that one which cannot be used fails here; the images are made as
+    they are asked for. All processes must call it with the same batches and exhaust it; whoever is ready takes the
+    next one. Inside `stops_deferred()` a stop is noticed within a denoising step: the batch is given up and
+    `Interrupted` is raised in every process; what was yielded before is good.
     """
     if not batches:
-        return
+        return iter(())
     running = RunningNetwork(batches[0][0], processes, settings)
     running.warm_up(batches)
+    return _generate(running, batches, processes, settings)
+
+
+def _generate(
+    running: RunningNetwork, batches: Sequence[Batch], processes: Processes, settings: InferenceSettings
+) -> Iterator[tuple[Job, list[int], torch.Tensor]]:
     take_batches, progress = processes.shared_counter(), SharedProgress(batches, processes)
     stopped, made = False, 0
     with progress.bar:
         while not stopped and (number := take_batches(1)) < len(batches):
             job, seeds = batches[number]
             if running.job is not job:
-                running = None  # its memory is needed for the next
+                del running  # its memory is needed for the next
                 running = RunningNetwork(job, processes, settings)
             try:
                 images = running.generate(seeds, partial(progress.add_step, len(seeds)))
@@ -172,8 +181,10 @@ class RunningNetwork:
         return time.perf_counter() - start
 
     def _user_error_if_out_of_memory(self) -> AbstractContextManager[None]:
-        flag, device = f"--batch_size {self.settings.batch_size}", self.processes.device
-        return fits_in_memory(f"{flag}: does not fit in the memory of {device}; choose a smaller one")
+        count, (_, height, width) = self.settings.batch_size, self.job.model.shape
+        advice = f"choose a smaller --batch_size than {count}" if count > 1 else "it needs a larger device"
+        images = f"images of {width}x{height} by {self.job.model.name} do"
+        return fits_in_memory(f"{count} {images} not fit in the memory of {self.processes.device}; {advice}")
 
 
 def choose_batch_size(job: Job, num_images: int, processes: Processes, settings: InferenceSettings) -> int:

@@ -78,8 +78,10 @@ class ConditionOptions:
         "What should appear; seeds take turns with several (default: the prompts of the run's grids).",
         repeatable=True,
     )
-    prompts_file: str | None = option(None, "File with a prompt on each line.")
-    negative_prompt: str | None = option(None, "What guidance leads away from (default: an empty prompt).")
+    prompts_file: str | None = option(None, "File with a prompt on each line, instead.", not_with="prompt")
+    negative_prompt: str | None = option(
+        None, "What guidance leads away from (default: an empty prompt).", may_be_empty=True
+    )
     guidance_scale: float = option(
         1.0, "Guidance u + scale (c - u) from the prediction without condition; 1 is none.", NOT_NEGATIVE, habits="cfg"
     )
@@ -188,7 +190,7 @@ def seeds_of(options: ImageOptions) -> list[int]:
         return list(range(options.num_images or DEFAULT_IMAGES))
     ranges: list[tuple[int, int]] = []
     for part in options.seeds.split(","):
-        given = re.fullmatch(r"(\d+)(?:-(\d*))?", part.strip())
+        given = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if given is None:
             raise UserError(f"--seeds {options.seeds}: '{part.strip()}' is neither a number nor a range such as 0-63")
         first, last = int(given[1]), int(given[2] or given[1])

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from common.errors import UserError
-from common.files import write_atomically, written_aside
+from common.errors import UserError, user_errors
+from common.files import check_folder, write_atomically, written_aside
 from common.processes import Processes
 from common.progress import progress_bar
 from common.randomness import standard_normal
@@ -17,7 +17,7 @@ from generation.engine import InferenceSettings, Job, RunningNetwork
 from generation.generate_options import OutputOptions
 from generation.writers import one_line_if_unwritable
 from image_data.grid import beside_names, image_grid, side_by_side
-from image_data.sources import load_images
+from image_data.sources import ImageSource, load_images
 from image_data.store import InMemoryImages, StreamedImages, load_training_images
 from run_folder.config import TrainingConfig
 from run_folder.folder import NEAREST, RunFolder
@@ -28,6 +28,8 @@ SHOWN = 16  # images in a GIF or beside their neighbours
 FRAMES = 50
 INTERPOLATED = 11
 IMAGES_COMPARED_AT_ONCE = 1024
+
+Compared = tuple[TrainingConfig, ImageSource]  # training images, which have been found and not been decoded
 
 
 def save(picture: Image.Image, path: Path, **options: object) -> None:
@@ -64,13 +66,15 @@ def save_interpolation(job: Job, first: int, last: int, processes: Processes, pa
     """Draw a row of pictures whose noise lies on the great circle between that of two seeds (Song et al. 2021, D.5)."""
     if job.method.adds_noise:
         raise UserError(f"--interpolate: {job.method.name} adds noise on the way; use --ddim with --eta 0")
+    check_folder(path.parent)
     ends = torch.tensor([first, last], device=processes.device)
     noise = spherical(*standard_normal(NOISE_KEY, ends, 0, job.model.shape), torch.linspace(0, 1, INTERPOLATED))
     running = RunningNetwork(job, processes, InferenceSettings(batch_size=INTERPOLATED))
+    with user_errors(f"--output_dir {path.parent}: cannot be written", OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
     seeds = [first] * INTERPOLATED  # they stand for the condition, not for noise
     with progress_bar(total=len(job.method.timesteps), desc=path.name, leave=False) as bar:
         images = running.generate(seeds, lambda number, samples: bar.update(), noise)
-    path.parent.mkdir(parents=True, exist_ok=True)
     save(image_grid(images, columns=INTERPOLATED), path)
 
 
@@ -83,10 +87,10 @@ def spherical(first: torch.Tensor, last: torch.Tensor, fractions: torch.Tensor) 
     return between.float().to(device)
 
 
-def save_nearest(images: torch.Tensor, seeds: list[int], options: OutputOptions, model: SavedModel, path: Path) -> None:
+def save_nearest(images: torch.Tensor, seeds: list[int], count: int, compared: Compared, path: Path) -> None:
     """Draw each image, and after a gap the training images that are nearest to it in pixels; note how near they are."""
-    training_images = images_to_compare(model, options)
-    indices, distances = nearest(images, training_images, min(options.nearest, len(training_images)))
+    training_images = load_training_images(*compared).images
+    indices, distances = nearest(images, training_images, min(count, len(training_images)))
     neighbours = at_centre(training_images, indices.flatten())
     neighbours = image_grid(neighbours, columns=indices.shape[1])
     pictures = {"generated": image_grid(images, columns=1), "nearest training images, nearest first": neighbours}
@@ -120,8 +124,8 @@ def at_centre(training_images: InMemoryImages | StreamedImages, indices: torch.T
     return training_images.crops(indices, torch.full((len(indices), 2), 0.5))
 
 
-def images_to_compare(model: SavedModel, options: OutputOptions) -> InMemoryImages | StreamedImages:
-    """Load the images that the model was trained on, or those that are named, in the model's size."""
+def find_compared(model: SavedModel, options: OutputOptions) -> Compared:
+    """Find the images that the model was trained on, or those that are named, to be read in the model's size."""
     channels, height, width = model.shape
     run = RunFolder(model.home)
     if options.dataset_name or options.train_data_dir:
@@ -134,4 +138,4 @@ def images_to_compare(model: SavedModel, options: OutputOptions) -> InMemoryImag
     if height != width:
         raise UserError("--nearest: compares square images only")
     config = replace(config, resolution=height, channels=str(channels), dataloader_num_workers=None)
-    return load_training_images(config, load_images(config)).images
+    return config, load_images(config)

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import zipfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from common.errors import UserError, user_errors
-from common.files import LOCK_FILE, first_existing, lock, write_atomically
+from common.files import LOCK_FILE, check_folder, lock, write_atomically
 from common.interruption import stops_deferred
 from common.processes import Processes
 from generation.engine import InferenceSettings, Job, choose_batch_size, divide, generate
@@ -26,6 +27,7 @@ from run_folder.folder import GENERATED, NEAREST, RECORD
 logger = logging.getLogger(__name__)
 
 PICTURES = ("grid.png", "progress.gif", "nearest.png", NEAREST)
+NEEDED = {"batch_size", "subfolders", "device", "versions", "seeds", "images"}  # of a record, to go on from it
 CONDITION_SETTINGS = ("labels", "prompts", "negative_prompt", "guidance_scale", "guidance_rescale", "guidance_interval")
 
 
@@ -43,9 +45,14 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     """Return what samples.json says, if there is one."""
     path = folder / RECORD
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    except ValueError as error:
-        raise UnusableFolder(f"{path}: is not what was written; --overwrite makes the images anew") from error
+        record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if record is not None and (type(record["batch_size"]) is not int or not record.keys() >= NEEDED):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnusableFolder(
+            f"{path}: is not what generate.py writes; move it away, or make the images anew with --overwrite"
+        ) from error
+    return record
 
 
 class SampleFolder:
@@ -58,23 +65,26 @@ class SampleFolder:
     # What the main process does before there are images.
 
     def claim(self) -> int | None:
-        """Lock the folder, if it is there, and return the batch size of its images; make nothing yet."""
+        """Lock the folder, if it holds images, and return their batch size; make nothing yet."""
         self.record_before = None
         with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
-            existing = first_existing(self.path)
-            if not existing.is_dir():
-                raise UnusableFolder(f"--output_dir {self.path}: {existing} is a file, not a folder")
-            if existing != self.path:
+            found = {entry.name: entry for entry in self.path.iterdir()} if check_folder(self.path) else {}
+            if found.keys() <= {LOCK_FILE}:
                 return None
-            lock(self.path)
-            found = {entry.name for entry in self.path.iterdir()} - {LOCK_FILE}
-            if found and RECORD not in found:
+            if RECORD not in found:
                 raise UnusableFolder(
                     f"--output_dir {self.path}: holds something else than generated images "
-                    f"({', '.join(sorted(found)[:3])}); choose an empty or new folder"
+                    f"({', '.join(sorted(found.keys() - {LOCK_FILE})[:3])}); choose an empty or new folder"
                 )
-            self.record_before = None if self.options.overwrite else read_record(self.path)
-        return self.record_before and self.record_before["batch_size"]
+            lock(self.path)
+            if self.options.overwrite:
+                return None
+            for name in found.keys() & {*PICTURES, *WRITTEN, RECORD}:
+                kind, is_one = ("file", Path.is_file) if Path(name).suffix else ("folder", Path.is_dir)
+                if not name.startswith(".") and not is_one(found[name]):
+                    raise UnusableFolder(f"--output_dir {self.path}: {name} is not a {kind}; move it away")
+            self.record_before = read_record(self.path)
+        return self.record_before["batch_size"]
 
     def check(self, settings: InferenceSettings, device: torch.device) -> None:
         """Raise `UnusableFolder` if the images in the folder were made otherwise than these will be."""
@@ -116,18 +126,25 @@ class SampleFolder:
                 message = "The images in %s were begun with %s: others may differ in their last bits"
                 logger.warning(message, self.path, other)
 
-    def begin(self) -> tuple[bool, set[int]]:
-        """Make the folder and samples.json; return whether there are sub-folders, and the seeds that are missing."""
+    def look(self) -> tuple[bool, set[int]]:
+        """Return whether there are sub-folders, and the seeds whose images are missing."""
         before = self.record_before
         self.in_subfolders = before["subfolders"] if before else len(self.seeds) > IMAGES_PER_FOLDER
+        self.existing = set()
+        if before:
+            advice = f"{self.path}: its images cannot be read; --overwrite makes them anew"
+            with user_errors(advice, OSError, ValueError, KeyError, zipfile.BadZipFile):
+                self.existing = WRITERS[self.options.format](self.path, self.in_subfolders).existing()
+        return self.in_subfolders, set(self.seeds) - self.existing
+
+    def begin(self) -> None:
+        """Make the folder and samples.json."""
         with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
             self.path.mkdir(parents=True, exist_ok=True)
             lock(self.path)
             self._remove_files()
-            existing = WRITERS[self.options.format](self.path, self.in_subfolders).existing()
-            self.all_seeds = sorted(existing.union(self.seeds))
-            self._write_record(len(existing))
-        return self.in_subfolders, set(self.seeds) - existing
+            self.all_seeds = sorted(self.existing.union(self.seeds))
+            self._write_record(len(self.existing))
 
     def _remove_files(self) -> None:
         """Remove what a killed process left unfinished and, to overwrite, all that a generation writes."""
@@ -166,7 +183,11 @@ class SampleFolder:
         self.writer.wait()
         processes.barrier()
         if processes.is_main:
-            self.shown = self.writer.read(self.layout.seeds)
+            # That they cannot be written is said otherwise: these were there before.
+            with user_errors(
+                f"{self.path}: images in it are damaged; --overwrite makes them anew", OSError, ValueError
+            ):
+                self.shown = self.writer.read(self.layout.seeds)
             with one_line_if_unwritable(self.path):
                 self.writer.finish()
                 self._write_record(len(self.all_seeds))
@@ -187,15 +208,19 @@ def complete_folders(
         settings = replace(settings, batch_size=batch_size)
         for folder in folders if processes.is_main else []:
             folder.check(settings, processes.device)
-        begun = [folder.begin() for folder in folders] if processes.is_main else None
+        found = [folder.look() for folder in folders] if processes.is_main else None
         batches, folder_of = [], {folder.job: folder for folder in folders}
-        for folder, (in_subfolders, missing) in zip(folders, processes.broadcast(begun), strict=True):
+        for folder, (in_subfolders, missing) in zip(folders, processes.broadcast(found), strict=True):
             writers.enter_context(folder.open(in_subfolders, missing))
             all_batches = divide(folder.seeds, batch_size)
             batches += [(folder.job, batch) for batch in all_batches if missing.intersection(batch)]
         missing = sum(len(folder.missing) for folder in folders)
         logger.info("%d of %d images are missing", missing, sum(len(folder.seeds) for folder in folders))
-        for job, batch, images in generate(batches, processes, settings):
+        generated = generate(batches, processes, settings)  # nothing is written before that has begun
+        for folder in folders if processes.is_main else []:
+            folder.begin()
+        processes.barrier()
+        for job, batch, images in generated:
             folder_of[job].add(batch, images)
         for folder in folders:
             folder.complete(processes)

@@ -3,7 +3,10 @@
 import contextlib
 import functools
 import logging
+import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +20,7 @@ from common.progress import progress_bar
 logger = logging.getLogger(__name__)
 
 FILES_PER_CHUNK = 16
+SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def map_in_workers(function: Callable[[Any], Any], items: Iterable, num_workers: int) -> Iterator[Any]:
@@ -98,7 +102,7 @@ def _loader(function: Callable[[Any], Any], items: Iterable, num_workers: int) -
         batch_size=None,
         num_workers=num_workers,
         collate_fn=_unchanged,
-        worker_init_fn=_ignore_signals,
+        worker_init_fn=_start_worker,
         # Its own generator, or else starting the workers would draw from the global one, which may feed the dropout.
         generator=torch.Generator(),
     )
@@ -110,8 +114,18 @@ def _unchanged(result: Any) -> Any:
     return result
 
 
-def _ignore_signals(worker_id: int) -> None:
+def _start_worker(worker_id: int) -> None:
     # torchrun, Ctrl-C and a terminal that is closed signal the whole process group. The main process decides when to
     # stop, and it has a checkpoint to write first, during which its workers must not die.
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
+    # torch's own watch over the main process fails where a worker waits for somebody to read its results: the other
+    # workers, which were forked from the same process, hold that pipe open for ever.
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this worker when its main process is gone, even if that was killed and could tell nobody."""
+    while os.getppid() == parent:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    os._exit(1)

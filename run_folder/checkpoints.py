@@ -182,6 +182,9 @@ def verify(folder: Path, parts: tuple[str, ...] = ("",)) -> dict[str, str]:
         raise InvalidCheckpoint(f"{MANIFEST} is not what was written")
     if version != FORMAT_VERSION:
         raise InvalidCheckpoint(f"its format is version {version}, this program reads {FORMAT_VERSION}")
+    for part in parts:
+        if not any(name.startswith(part) for name, _ in entries):
+            raise InvalidCheckpoint(f"{MANIFEST} does not name {part or 'any file'}")
     wanted = {name: entry for name, entry in entries if name.startswith(parts)}
     for name, entry in wanted.items():
         if not (folder / name).is_file():
@@ -196,7 +199,14 @@ def read_file(folder: Path, name: str) -> dict:
     from safetensors.torch import load_file
 
     path = folder / name
-    return json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else load_file(path)
+    if path.suffix != ".json":
+        return load_file(path)
+    if path.exists() and not path.is_file():
+        raise OSError(f"{name} is not a file")  # to read a pipe would wait for ever
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} holds a {type(content).__name__} and no names with values")
+    return content
 
 
 def find_checkpoint(config: TrainingConfig) -> Path | None:

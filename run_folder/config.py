@@ -362,6 +362,8 @@ def parse(kind: type[Options], arguments: list[str], digits: Path) -> Options:
     names_data = names_flag(arguments, "dataset_name") or names_flag(arguments, "train_data_dir")
     file = digits if named is None and not names_data else named
     from_file = read_config_file(Path(file).expanduser(), ConditionalConfig) if file else {}
+    if "config" in from_file:
+        raise UserError(f"--config {file}: names another file, {from_file['config'][0]}; name that one alone")
     description = f"The defaults are the paper's. Without data and without a file, configs/{digits.name} is used."
     typed = {name for name, facts in facts_of(ConditionalConfig).items() if is_given(arguments, name, facts)}
     with naming_the_file(file, from_file.keys() - typed):
@@ -407,8 +409,6 @@ def validate(config: TrainingConfig) -> None:
             f"{config.ddpm_num_steps} steps of the diffusion (--ddpm_num_steps)"
         )
     check_timestep_sampler(config)
-    if not config.output_dir.strip():
-        raise UserError("--output_dir is empty: name a folder for the run")
     curves = Path(config.logging_dir)
     if curves.is_absolute() or ".." in curves.parts or not curves.parts:
         raise UserError(f"--logging_dir {config.logging_dir}: must name a folder inside --output_dir, such as logs")

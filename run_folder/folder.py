@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from contextlib import suppress
 from fnmatch import fnmatch
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from common.errors import UserError, user_errors
-from common.files import LOCK_FILE, first_existing, lock, replace_folder, write_atomically
+from common.files import LOCK_FILE, check_folder, first_existing, lock, replace_folder, write_atomically
 from common.interruption import fault_point
 from common.options import UniqueKeyLoader, facts_of, flags_of, read_options
 from run_folder.checkpoints import CONDITION_FILE, PREFIX, SAVED, WEIGHTS, changed_settings, find_checkpoint
@@ -177,19 +176,15 @@ def _size(count: float) -> str:
 def check_output_dir(config: TrainingConfig) -> None:
     """Raise, before the work starts, if the run could not be written or would overwrite something else."""
     path = Path(config.output_dir)
-    existing = first_existing(path)
-    if not existing.is_dir():
-        raise UserError(f"--output_dir {path}: {existing} is a file, not a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--output_dir {path}: no permission to write in {existing}")
-    if existing != path:
+    if not check_folder(path):
         return
     for name in (SAMPLES, *PIPELINE_FOLDERS, config.logging_dir):
         if first_existing(path / name).is_file():
             raise UserError(f"--output_dir {path}: {first_existing(path / name)} is a file where a run has a folder")
-    for name in (CONFIG, METRICS, PIPELINE, CARD, LOCK_FILE):
-        if (path / name).is_dir():
-            raise UserError(f"--output_dir {path}: {path / name} is a folder where a run has a file")
+    for name in (CONFIG, METRICS, TIMESTEPS, PIPELINE, CARD, LOCK_FILE):
+        if (path / name).exists() and not (path / name).is_file():  # to read a pipe would wait for ever
+            kind = "a folder" if (path / name).is_dir() else "a pipe or a device"
+            raise UserError(f"--output_dir {path}: {path / name} is {kind} where a run has a file")
     if not RunFolder(path).is_run:
         if foreign := sorted(entry.name for entry in path.iterdir() if not is_of_a_run(entry.name, config)):
             listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, reason_of_hub, user_errors
 from common.files import check_layers, sha256
+from common.options import NUM_STEPS, RESOLUTION
 from run_folder.checkpoints import (
     CONDITION_FILE,
     MANIFEST,
@@ -67,7 +68,12 @@ class SavedModel:
 
     @cached_property
     def network_config(self) -> dict[str, Any]:
-        return read_file(self.network_folder, "config.json")
+        path = self.network_folder / "config.json"
+        with user_errors(f"{path}: cannot be read", OSError, ValueError, RecursionError):
+            config = read_file(path.parent, path.name)
+        if (name := config.get("_class_name")) not in NETWORKS:  # it may name any class; one is loaded if listed here
+            raise UserError(f"{path}: its network is a {name}; {' and '.join(NETWORKS)} are loaded")
+        return config
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -79,7 +85,9 @@ class SavedModel:
     def condition(self) -> dict[str, Any] | None:
         """Return the description of the condition that the network was trained with."""
         if (self.path / CONDITION_FILE).exists():
-            return read_file(self.path, CONDITION_FILE)
+            path = self.path / CONDITION_FILE
+            with user_errors(f"{path}: is not what describes a condition", OSError, ValueError, RecursionError):
+                return check_condition(read_file(path.parent, path.name))
         config = self.network_config
         if (
             config.get("_class_name") != "UNet2DModel"
@@ -103,21 +111,66 @@ class SavedModel:
         from schedulers.ddpm import ExactDDPMScheduler
 
         # The variance is a choice of the sampling method. Some that pipelines name are not exact here.
-        with user_errors(f"{self.name}: its scheduler_config.json cannot be used", Exception):  # whatever stands there
+        where = self.path / STATE if self.step is not None else f"{self.name}: its scheduler_config.json"
+        with user_errors(f"{where} cannot be used", Exception):  # whatever stands there
+            steps = self.scheduler_config["num_train_timesteps"]
+            if type(steps) is not int or not NUM_STEPS.accepts(steps):
+                raise ValueError(f"num_train_timesteps {steps}: must be {NUM_STEPS.wanted}")
+            if self.scheduler_config.get("rescale_betas_zero_snr"):
+                raise ValueError("its betas are rescaled (rescale_betas_zero_snr), which no sampler here takes")
             return ExactDDPMScheduler.from_config({**self.scheduler_config, "variance_type": "fixed_large"})
 
     def load(self, device: torch.device) -> torch.nn.Module:
         """Load the network, ready for inference."""
         import diffusers
 
-        name = self.network_config.get("_class_name")
-        if name not in NETWORKS:  # a model may name any class; one is loaded only if it is on this list
-            raise UserError(f"{self.network_folder}: its network is a {name}; {' and '.join(NETWORKS)} are loaded")
+        kind = getattr(diffusers, self.network_config["_class_name"])
         # diffusers raises whatever a wrong file runs into. Other formats of weights can hold code.
         with user_errors(f"{self.network_folder}: cannot be loaded", Exception):
             check_layers(self.network_config)
-            network = getattr(diffusers, name).from_pretrained(self.network_folder, use_safetensors=True)
+            network, found = kind.from_pretrained(self.network_folder, use_safetensors=True, output_loading_info=True)
+            if missing := found["missing_keys"]:
+                raise ValueError(f"{WEIGHTS} has no {sorted(missing)[0]}")
         return network.to(device).eval()
+
+    def check(self) -> None:
+        """Raise for what no images can be made with; the weights are looked at when they are loaded."""
+        config, where = self.network_config, f"{self.network_folder / 'config.json'}"
+        channels, size = config.get("in_channels"), config.get("sample_size")
+        if channels != config.get("out_channels"):
+            raise UserError(f"{where}: its network predicts a variance too, which no sampler here uses")
+        sides = size if isinstance(size, list) else [size, size]
+        known = [type(side) for side in sides] == [int, int] and all(map(RESOLUTION.accepts, sides))
+        if not known or channels not in (1, 3, 4):
+            raise UserError(
+                f"{where}: its network does not make images of a known size, {RESOLUTION.wanted}, with 1, 3 or 4 "
+                f"channels, but of {size} with {channels}"
+            )
+        if (condition := self.condition) is not None:
+            of_text = condition["condition"] == "text"
+            rows = None if of_text else len(condition["class_names"]) + 1  # the last stands for no class
+            if of_text != (config["_class_name"] == "UNet2DConditionModel") or config.get("num_class_embeds") != rows:
+                raise UserError(f"{where}: its network does not take the condition that {CONDITION_FILE} describes")
+        _ = self.scheduler
+
+
+def check_condition(description: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a condition; raise `ValueError` unless it says all that drawing images needs."""
+    lists = {"class": ("class_names",), "text": ("prompts", "vocabulary")}
+    kind = description.get("condition")
+    if kind not in lists:
+        raise ValueError(f"condition {kind!r}: must be one of {', '.join(lists)}")
+    for name in lists[kind]:
+        value = description.get(name)
+        words = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if not words or not (value or name == "vocabulary"):
+            raise ValueError(f"{name}: must be a list of words")
+    for name in ("text_encoder", "encoder") if kind == "text" else ():
+        if not isinstance(description.get(name), str):
+            raise ValueError(f"{name}: must be a word")
+    if not isinstance(description.get("dropout"), int | float):
+        raise ValueError("dropout: must be a number")
+    return description
 
 
 def find_models(model: str | None, steps: list[str], weights: str | None) -> list[SavedModel]:
@@ -125,6 +178,13 @@ def find_models(model: str | None, steps: list[str], weights: str | None) -> lis
 
     The moving average is taken where there is one, unless `weights` says otherwise.
     """
+    models = _find_models(model, steps, weights)
+    for found in models:
+        replace(found).check()  # a copy: what it builds need not travel to other processes
+    return models
+
+
+def _find_models(model: str | None, steps: list[str], weights: str | None) -> list[SavedModel]:
     folder = latest_run() if model is None else _folder_of(model)
     if (folder / MANIFEST).exists() or step_of(folder) is not None:
         if steps:
@@ -175,6 +235,8 @@ def _checkpoints_at(run: Path, steps: list[str], weights: str | None) -> list[Sa
     folder_at = {step_of(path): path for path in checkpoints(run)}
     listed = ", ".join(map(str, folder_at)) or "none"
     if "all" in steps:
+        if steps != ["all"]:
+            raise UserError(f"--checkpoints {' '.join(steps)}: 'all' are all there are; leave out one or the other")
         if models := list(_valid(folder_at.values(), weights)):
             return models
         raise UserError(f"--checkpoints all: {run} has no valid checkpoint (there are: {listed})")
@@ -183,6 +245,8 @@ def _checkpoints_at(run: Path, steps: list[str], weights: str | None) -> list[Sa
         step = step_of(name)
         if step not in folder_at:
             raise UserError(f"--checkpoints {name}: {run} has no such checkpoint; it has: {listed}")
+        if step in models:
+            raise UserError(f"--checkpoints {' '.join(steps)}: step {step} is given twice")
         models[step] = _named_checkpoint(folder_at[step], weights, f"--checkpoints {name}")
     return [models[step] for step in sorted(models)]
 
@@ -211,20 +275,23 @@ def _read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
     network = NETWORK_FOLDERS[weights]
     if weights == "ema" and (folder / MANIFEST).exists() and not (folder / network).exists():
         raise UserError(f"--weights ema: {folder} has none, it was trained without the moving average; use raw")
-    hashes = verify(folder, (f"{network}/", STATE))
-    numbers = read_file(folder, STATE)
+    parts = (f"{network}/{WEIGHTS}", f"{network}/config.json", STATE)
+    hashes = verify(folder, (*parts, CONDITION_FILE) if (folder / CONDITION_FILE).exists() else parts)
     names = ("ddpm_beta_schedule", "ddpm_num_steps", "variance_type", "prediction_type")
-    return SavedModel(
-        name=folder.name,
-        path=folder,
-        home=folder.parent,
-        step=numbers["step"],
-        weights=weights,
-        train_seconds=numbers["train_seconds"],
-        sha256=hashes[f"{network}/{WEIGHTS}"],
-        network_folder=folder / network,
-        scheduler_config=dict(build_scheduler(*(numbers["settings"][name] for name in names)).config),
-    )
+    # Whatever stands there: it has the hash that somebody wrote.
+    with user_errors(f"{folder / STATE}: cannot be used", Exception):
+        numbers = read_file(folder, STATE)
+        return SavedModel(
+            name=folder.name,
+            path=folder,
+            home=folder.parent,
+            step=int(numbers["step"]),
+            weights=weights,
+            train_seconds=float(numbers["train_seconds"]),
+            sha256=hashes[f"{network}/{WEIGHTS}"],
+            network_folder=folder / network,
+            scheduler_config=dict(build_scheduler(*(numbers["settings"][name] for name in names)).config),
+        )
 
 
 def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
@@ -238,20 +305,14 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
     if weights not in (None, held):
         what = "one set of weights" if held == "pipeline" else f"the {held} weights"
         raise UserError(f"--weights {weights}: {name} is a pipeline and holds only {what}")
-    with user_errors(f"{folder} is not a whole pipeline", OSError, ValueError, TypeError):
-        network_config = dict(read_file(network, "config.json"))
-        scheduler_config = dict(read_file(scheduler, "scheduler_config.json"))
+    with user_errors(f"{folder} is not a whole pipeline", OSError, ValueError, RecursionError):
+        read_file(network, "config.json")
+        scheduler_config = read_file(scheduler, "scheduler_config.json")
     weights_file = network / WEIGHTS
     if not weights_file.is_file():
         others = ", ".join(path.name for path in sorted(network.glob("diffusion_pytorch_model*")))
         found = f", only {others}, which is not read: pickles can hold code" if others else ""
         raise UserError(f"{folder} is not a whole pipeline (it has no {WEIGHTS}{found})")
-    channels, size = network_config.get("in_channels"), network_config.get("sample_size")
-    if channels != network_config.get("out_channels"):
-        raise UserError(f"{name}: its network predicts a variance too, which no sampler here uses")
-    sides = size if isinstance(size, list) else [size, size]
-    if [type(side) for side in sides] != [int, int] or channels not in (1, 3, 4):
-        raise UserError(f"{name}: its network does not make images of a known size with 1, 3 or 4 channels")
     if "num_train_timesteps" not in scheduler_config or "beta_schedule" not in scheduler_config:
         raise UserError(f"{name}: its scheduler, {scheduler_config.get('_class_name')}, is not one of a DDPM")
     known = inspect.signature(DDPMScheduler.__init__).parameters  # the configuration may be of another class

@@ -66,4 +66,7 @@ NAMES_OF_DIFFUSERS = {theirs: ours for ours, theirs in DIFFUSERS_NAMES.items()}
 
 def make_betas(name: str, steps: int, start: float = 1e-4, end: float = 0.02) -> torch.Tensor:
     """Compute the betas of a schedule by its name here or in diffusers."""
-    return BETA_SCHEDULES[NAMES_OF_DIFFUSERS.get(name, name)](steps, start, end)
+    ours = NAMES_OF_DIFFUSERS.get(name, name)
+    if ours not in BETA_SCHEDULES:
+        raise ValueError(f"beta_schedule {name!r}: must be one of {', '.join(BETA_SCHEDULES)}")
+    return BETA_SCHEDULES[ours](steps, start, end)

@@ -88,6 +88,9 @@ class ExactDDPMScheduler(DDPMScheduler):
         else:
             own = ("beta_schedule", "num_train_timesteps", "beta_start", "beta_end")
             self.betas = make_betas(*(self.config[name] for name in own))
+        if len(self.betas) != self.config.num_train_timesteps or not ((self.betas > 0) & (self.betas < 1)).all():
+            raise ValueError(f"it needs {self.config.num_train_timesteps} betas, each above 0 and below 1")
+        prediction_of(self.config.prediction_type)
         self.alphas = 1 - self.betas
         self.alphas_cumprod = self.alphas.cumprod(0)
         self._rounded: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from common.errors import UserError, user_errors
+from common.errors import RunFailed, UserError, user_errors
 from common.machine import PendingCopy, to_device
 from common.processes import Processes
 from common.randomness import derive_seed, generator_for, standard_normal
@@ -48,6 +48,7 @@ from schedulers.timestep_samplers import (
     Uniform,
     UniformLogSNR,
     UpdateProbe,
+    check_timesteps,
 )
 from schedulers.weighting import LOSS_WEIGHTINGS, weighting_table
 
@@ -153,8 +154,11 @@ class DiffusionLoss:
             if self.sampler.overrides("sample_for"):
                 x_0 = normalise(self._to_device(batch.images))
                 t, weights = self.sampler.sample_for(x_0, batch.positions, self.batch_size, generator)
-                return t, weights * self._to_device(self.weights)[t]
+                # To look at them would wait for the device. A loss that is not a number stops the run soon enough.
+                inside = t.clamp(0, len(self.weights) - 1)
+                return inside, (weights * self._to_device(self.weights)[inside]).where(t == inside, torch.nan)
             self._drawn, weights = self.sampler.sample(self.batch_size, generator)
+            check_timesteps(self._drawn, self.batch_size, len(self.weights))
             weights = weights * self.weights[self._drawn]
             return self._to_device(self._drawn[batch.positions]), self._to_device(weights[batch.positions])
 
@@ -224,8 +228,18 @@ class DiffusionLoss:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
+        """Count the sampler's time; what one of the user's runs into ends the run in a line."""
         started = time.perf_counter()
-        yield
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            kind = type(self.sampler)
+            if isinstance(error, UserError) or kind in TIMESTEP_SAMPLERS.values():
+                raise
+            raise RunFailed(
+                f"the timestep sampler {kind.__name__} fails during the training with {type(error).__name__}: {error}; "
+                f"the checkpoints that were saved are whole"
+            ) from error
         self.sampler_seconds += time.perf_counter() - started
 
     # State.
@@ -268,7 +282,8 @@ def build_sampler(options: dict[str, object], alphas_cumprod: torch.Tensor) -> T
     name = options["timestep_sampler"]
     kind = TIMESTEP_SAMPLERS.get(name) or load_class(name)
     own = options_of(options, name, kind) | parse_own_options(options["timestep_sampler_options"])
-    kinds = () if name in TIMESTEP_SAMPLERS else (Exception,)  # whatever the user's code runs into
+    # Whatever the user's code runs into, an exit() among it.
+    kinds = () if name in TIMESTEP_SAMPLERS else (Exception, SystemExit)
     with blamed_on(f"--timestep_sampler {name}", *kinds):
         sampler = kind(alphas_cumprod, **own)
         if name not in TIMESTEP_SAMPLERS:
@@ -299,10 +314,7 @@ def try_out(sampler: TimestepSampler, steps: int, options: dict[str, object]) ->
             t, weights = sampler.sample(count, generator())
         else:
             t, weights = sampler.draw(count, generator()), torch.ones(count)
-        if t.shape != (count,) or t.dtype != torch.int64:
-            raise ValueError(f"draws {list(t.shape)} timesteps of {t.dtype} where [{count}] of torch.int64 are wanted")
-        if not 0 <= t.min() <= t.max() < steps:
-            raise ValueError(f"draws t from {t.min()} to {t.max()}; they must be from 0 to {steps - 1}")
+        check_timesteps(t, count, steps)
         if weights.shape != (count,) or not (weights >= 0).all() or not weights.isfinite().all():
             raise ValueError(f"must give each of the {count} losses of a batch a weight, finite and not below 0")
 
@@ -322,7 +334,7 @@ def options_of(options: dict[str, object], name: str, function: Callable) -> dic
 
 
 @contextmanager
-def blamed_on(flag: str, *kinds: type[Exception]) -> Iterator[None]:
+def blamed_on(flag: str, *kinds: type[BaseException]) -> Iterator[None]:
     """Turn what a sampler or weighting refuses into the mistake of whoever chose it."""
     try:
         yield
@@ -339,7 +351,7 @@ def load_class(name: str) -> type[TimestepSampler]:
     module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
     try:
         specification.loader.exec_module(module)
-    except Exception as error:  # whatever the file does
+    except (Exception, SystemExit) as error:  # whatever the file does
         raise UserError(f"--timestep_sampler {name}: {path} fails with {type(error).__name__}: {error}") from error
     classes = inspect.getmembers(
         module, lambda member: inspect.isclass(member) and member.__module__ == module.__name__

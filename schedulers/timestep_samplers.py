@@ -33,6 +33,14 @@ class UpdateProbe:
     total: Callable[[torch.Tensor], torch.Tensor]  # the sum over all processes, which all must ask for
 
 
+def check_timesteps(t: torch.Tensor, count: int, steps: int) -> None:
+    """Raise unless they are so many timesteps, from 0 to steps - 1; on the host, where looking costs microseconds."""
+    if t.shape != (count,) or t.dtype != torch.int64:
+        raise ValueError(f"draws {list(t.shape)} timesteps of {t.dtype} where [{count}] of torch.int64 are wanted")
+    if not 0 <= t.min() <= t.max() < steps:
+        raise ValueError(f"draws t from {t.min()} to {t.max()}; they must be from 0 to {steps - 1}")
+
+
 class TimestepSampler:
     """Draws from a density p_t over the timesteps; a new sampler needs to call `set_density` and no more.
 
@@ -84,6 +92,7 @@ class TimestepSampler:
     def sample(self, batch_size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw the timesteps of a global batch, and the weights of their losses."""
         timesteps = self.draw(batch_size, generator)
+        check_timesteps(timesteps, batch_size, len(self._corrections))
         return timesteps, self._corrections[timesteps]
 
     def draw(self, batch_size: int, generator: torch.Generator) -> torch.Tensor:

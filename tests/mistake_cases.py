@@ -115,6 +115,19 @@ def pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+def without(name: str) -> Callable[[Path], None]:
+    """The tensors of a file, but for one."""
+
+    def change(path: Path) -> None:
+        from safetensors.numpy import load, save
+
+        tensors = load(path.read_bytes())
+        del tensors[name]
+        path.write_bytes(save(tensors))
+
+    return change
+
+
 def held(path: Path) -> io.IOBase:
     """Another process, this one, writes to the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -331,6 +344,8 @@ family("values", "train_unconditional.py {tiny} --dry_run --output_dir=out", """
     --resolution=8x8                            :: --resolution
     --resolution=                               :: --resolution
     --output_dir=                               :: --output_dir
+    --cache_dir=' '                             :: --cache_dir
+    --hub_model_id= --push_to_hub               :: --hub_model_id
     --learning_rate=1e-4,2e-4                   :: --learning_rate
     --learning_rate=-inf                        :: --learning_rate
     --in_memory_limit_gb=inf --resolution=nope  :: --resolution
@@ -534,6 +549,7 @@ files("YAML", YAML, "", {
     "a choice that is none :: loss": {"it.yaml": "loss: l3\n"},
     "an idle option :: edm_mean": {"it.yaml": "edm_mean: 1\n"},
     "a date for a number :: seed": {"it.yaml": "seed: 2024-01-01\n"},
+    "an empty name :: image_column & it.yaml": {"it.yaml": "image_column: ''\n"},
     "a path with NUL :: logging_dir|YAML": {"it.yaml": '"logging_dir": "a\\0b"\n'},
 })
 
@@ -576,10 +592,14 @@ files("run folder", f"{AGAIN} --max_train_steps=6", "", {
     "metrics that are not text": {"run/metrics.jsonl": b'{"step": 1}\n\xff\xfe\n'},
     "metrics of something else": {"run/metrics.jsonl": "[1]\n"},
     "metrics that end in the middle": {"run/metrics.jsonl": cut},
+    "a checkpoint that is a link to itself": {"run/checkpoint-9": link("checkpoint-9")},
+    "a checkpoint that is a link to nothing": {"run/checkpoint-9": link("nothing")},
     "a leftover of a kill": {"run/.checkpoint-6.tmp/x": "x", "run/.checkpoint-1.old/x": "x"},
 }, code=(0, 2), leaves=("run/*",))
 files("run folder", f"{AGAIN} --max_train_steps=6 --logger=tensorboard", "run", {
     "metrics that are a folder": {"run/metrics.jsonl": folder},
+    "metrics that are a pipe": {"run/metrics.jsonl": pipe},
+    "a configuration that is a pipe": {"run/config.yaml": pipe},
     "logs that are a file": {"run/logs": file_instead},
     "a configuration that is a folder": {"run/config.yaml": folder},
     "a lock that is a folder": {"run/.lock": both(Path.unlink, folder)},
@@ -783,6 +803,10 @@ files("text encoders", BY_TEXT, "encoder", {
         "encoder/config.json": entries(**THEIR_CLASSES),
         "encoder/it.py": CODE,
     },
+    "weights of another network": {
+        "encoder/model.safetensors": lambda path: shutil.copy(path.parents[1] / "vision/model.safetensors", path),
+        "vision/x": "",
+    },
     "no tokenizer": {"encoder/tokenizer.json": None, "encoder/tokenizer_config.json": None},
     "a tokenizer of nonsense": {"encoder/tokenizer.json": "{"},
 })
@@ -835,6 +859,20 @@ files("samplers", SAMPLER, "mine", {
     "an error when drawing": {"mine.py": DRAW + "1 / 0\n"},
     "an unknown objective": {"mine.py": BASE + "    objective = 'better'\n"},
 })
+LATER = BASE + "    drawn = 0\n\n    def {}:\n        Mine.drawn += 1; later = Mine.drawn > 9\n        return {}\n"
+FOR_IMAGES = LATER.format("sample_for(self, images, positions, batch_size, generator)", "{}, torch.ones(len(images))")
+DRAWS = LATER.replace("{}", "draw(self, batch_size, generator)", 1)
+files("samplers", SAMPLER, "Mine", {
+    "timesteps too large later": {"mine.py": DRAWS.format("torch.full((batch_size,), 5000 if later else 3)")},
+    "timesteps below zero later": {"mine.py": DRAWS.format("torch.full((batch_size,), -1 if later else 3)")},
+    "too few timesteps later": {"mine.py": DRAWS.format("torch.full((batch_size - later,), 3)")},
+    "an exit later": {"mine.py": DRAWS.format("exit(0) if later else torch.full((batch_size,), 3)")},
+}, code=1, leaves=OUT)
+files("samplers", SAMPLER, "finite", {
+    "timesteps too large for images later": {
+        "mine.py": FOR_IMAGES.format("torch.full((len(images),), 5000 if later else 3)"),
+    },
+}, code=1, leaves=OUT)
 family("samplers", SAMPLER, """
     --timestep_sampler_options width            :: timestep_sampler_options
     --timestep_sampler_options width=3          :: width
@@ -859,6 +897,7 @@ family("models", WITH, """
     --model=run/samples                         :: samples
     --model=run --checkpoints 99                :: 99 & 2, 4
     --model=run --checkpoints all nope          :: nope
+    --model=run --checkpoints 2 2               :: 2 is given twice
     --model=run/checkpoint-4 --checkpoints 4    :: checkpoint
     --model=pipeline --checkpoints 4            :: 4
     --model=pipeline --weights=raw              :: raw
@@ -909,6 +948,17 @@ files("models", PIPELINE, "pipeline", {
     "a scheduler of no steps": {SCHEDULER: entries(num_train_timesteps=0)},
     "a scheduler of too many steps": {SCHEDULER: entries(num_train_timesteps=10**14)},
     "a schedule that is not known": {SCHEDULER: entries(beta_schedule="nope")},
+    "betas that are rescaled": {SCHEDULER: entries(rescale_betas_zero_snr=True)},
+    "too few betas": {SCHEDULER: entries(trained_betas=[0.1] * 10)},
+    "a beta of one": {SCHEDULER: entries(num_train_timesteps=2, trained_betas=[0.1, 1.0])},
+    "three sides": {UNET: entries(sample_size=[8, 8, 8])},
+    "a side of words": {UNET: entries(sample_size=[8, "x"])},
+    "weights without one": {WEIGHTS: without("conv_out.weight")},
+    "weights that are a folder": {WEIGHTS: folder},
+    "weights that are a pipe": {WEIGHTS: pipe},
+    "a network that is a pipe": {UNET: pipe},
+    "a scheduler that is a pipe": {SCHEDULER: pipe},
+    "weights that fail, and an empty folder for the images": {WEIGHTS: cut, "out": folder},
     "betas of nan": {SCHEDULER: entries(beta_start=math.nan)},
     "betas below zero": {SCHEDULER: entries(trained_betas=[-1.0, 2.0])},
     "a prediction that is not known": {SCHEDULER: entries(prediction_type="nope")},
@@ -931,6 +981,8 @@ files("models", f"{WITH} --model=run/checkpoint-4", "checkpoint-4", {
     "damaged": {"run/checkpoint-4/unet_ema/*.safetensors": flip},
     "without a manifest": {"run/checkpoint-4/manifest.json": None},
     "a manifest that leads out": {"run/checkpoint-4/manifest.json": edit("state.json", "../x.json")},
+    "a manifest without weights": {"run/checkpoint-4/manifest.json": edit("unet_ema/diffusion", "unet_ema/delusion")},
+    "a step of words": {STATE: sealed(edit('"step": 4', '"step": "four"'))},
     "a state of another kind": {STATE: sealed(b"[]")},
     "a state without settings": {STATE: sealed(b'{"step": 4, "train_seconds": 1}')},
     "settings of another kind": {STATE: sealed(edit('"ddpm_num_steps": 1000', '"ddpm_num_steps": "many"'))},
@@ -943,11 +995,19 @@ files("models", f"{WITH} --model=run/checkpoint-4", "checkpoint-4", {
     },
     "a pickle for weights": {"run/checkpoint-4/unet_ema/diffusion_pytorch_model.safetensors": sealed(PICKLE)},
 })
+CONDITION = "class_run/checkpoint-4/condition.json"
 files("models", f"{WITH} --model=class_run/checkpoint-4 --class_labels 1", "class_run|checkpoint-4", {
-    "a condition of nonsense": {"class_run/checkpoint-4/condition.json": sealed(b"{")},
-    "a condition of another kind": {"class_run/checkpoint-4/condition.json": sealed(b'{"condition": "nope"}')},
-    "a condition that is a list": {"class_run/checkpoint-4/condition.json": sealed(b"[]")},
-    "a condition without classes": {"class_run/checkpoint-4/condition.json": sealed(b'{"condition": "class"}')},
+    "a condition of nonsense": {CONDITION: sealed(b"{")},
+    "a condition of another kind": {CONDITION: sealed(b'{"condition": "nope"}')},
+    "a condition that is a list": {CONDITION: sealed(b"[]")},
+    "classes that are numbers": {CONDITION: sealed(entries(class_names=[1, 2]))},
+    "other classes than the network's": {CONDITION: sealed(entries(class_names=["a", "b"]))},
+    "a dropout of words": {CONDITION: sealed(entries(dropout="some"))},
+    "a condition of text": {
+        CONDITION: sealed(entries(condition="text", prompts=["x"], vocabulary=[], text_encoder="x", encoder="x")),
+    },
+    "a condition that is not sealed": {CONDITION: entries(class_names=["a", "b"])},
+    "a condition without classes": {CONDITION: sealed(b'{"condition": "class"}')},
 })
 files("models", f"{WITH} --model=text_run --prompt 'the digit one'", "text_encoder|encoder", {
     "an encoder of pickles": {
@@ -968,6 +1028,7 @@ family("models", f"{WITH} --model=class_run", """
     --guidance_scale=nan                        :: guidance_scale
     --negative_prompt=x --guidance_scale=2      :: negative_prompt
     --guidance_scale=2 --guidance_interval 5000 6000 :: guidance_interval
+    --guidance_scale=2 --guidance_interval 0 1000 :: guidance_interval & 999
 """)
 family("models", f"{WITH} --model=text_run", """
     --class_labels 1                            :: class_labels
@@ -995,6 +1056,11 @@ family("samples", GENERATE, """
     --output_dir=/proc/out                      :: /proc
     --output_dir=/dev/null/out                  :: /dev/null
 """)
+family("samples", GENERATE, f"--output_dir={'x' * 300} :: --output_dir & long")
+family("samples", "generate.py run --ddim --num_inference_steps=2 --interpolate 1 2", """
+    --output_dir=samples.npz                    :: a file
+    --output_dir=/proc/out                      :: /proc
+""")
 family("samples", INTO, """
     --seeds=4-7 --num_images=4 --format=npz     :: format
     --weights=raw                               :: weights
@@ -1009,6 +1075,10 @@ files("samples", INTO, "generated", {
     "a record of words": {"generated/samples.json": entries(batch_size="large")},
     "a record that is a folder": {"generated/samples.json": folder},
     "images that are a file": {"generated/images": file_instead},
+    "a record that is a pipe": {"generated/samples.json": pipe},
+    "a grid that is a pipe": {"generated/grid.png": pipe},
+    "a grid that is a folder": {"generated/grid.png": both(Path.unlink, folder)},
+    "an image of noise": {"generated/images/000001.png": garbage},
     "in use": {"generated/.lock": held},
 }, leaves=("generated/.lock",))
 files("samples", f"{INTO} --overwrite", "something else",
@@ -1502,11 +1572,17 @@ family("hub", TRAIN + " --output_dir=out --max_train_steps=1 --hub_token=hf_SECR
 files("surroundings", "train_unconditional.py --config=bad\x00name", "config", {})
 family("surroundings", TRAIN + " --max_train_steps=1 --output_dir=out", "::", environment={"HOME": "/nonexistent"},
        code=0, leaves=OUT)
+family("surroundings", TRAIN + " --max_train_steps=2 --output_dir=out", "::", environment={"TMPDIR": "/nonexistent"},
+       code=0, leaves=OUT)
+family("surroundings", GENERATE, "::", environment={"HF_HOME": "/proc/nothing"}, code=0, leaves=OUT)
 family("surroundings", AGAINST.replace("{cache}", "") + " --real=photos", " :: /proc/nothing",
        environment={"XDG_CACHE_HOME": "/proc/nothing"})
 family("surroundings", AGAINST.replace("{cache}", "--cache_dir=samples.npz") + " --real=photos", " :: samples.npz")
 family("surroundings", TRAIN + " --output_dir=Läufe/ü", "::", environment={"LC_ALL": "C", "PYTHONUTF8": "0"}, code=0,
        leaves=("Läufe", "Läufe/*"))
+family("surroundings", f"{AGAINST} --real=photos", f"--output_dir={'x' * 300} :: long")
+family("surroundings", f"{PREPARE} photos", f"--output={'x' * 300} :: long")
+family("surroundings", "visualize.py", f"--output_dir={'x' * 300} :: long")
 ROOT_USER = "permissions do not bind root" if os.geteuid() == 0 else ""
 for command, path in (
     (f"{TRAIN} --output_dir=out/run", "out"),

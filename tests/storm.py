@@ -1,19 +1,21 @@
-"""Kill programs with SIGKILL, again and again, and compare what they end with to one that was left alone.
+"""Kill programs or hang up on them, again and again, and compare what they end with to one that was left alone.
 
     python tests/storm.py                         # what `make faults` does; writes docs/reliability.json
     python tests/storm.py --kills 2 evaluate.py   # two kills of the scenarios with this word in their names
 
-A kill comes at a random moment or at a named point of the program (`common/interruption.py`). What a run leaves must
-be the same to the bit: weights, moving average, optimiser, state, sample grids, metrics, timesteps and curves; of the
-other scripts, every file.
+SIGKILL comes at a random moment or at a named point of the program (`common/interruption.py`), SIGHUP, the end of a
+terminal, at a random moment. What a run leaves must be the same to the bit: weights, moving average, optimiser, state,
+sample grids, metrics, timesteps and curves; of the other scripts, every file.
 """
 
 import argparse
 import io
+import itertools
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,7 @@ import records
 
 ROOT = Path(__file__).parent.parent
 TIMING = ("train_seconds", "images_per_second", "data_wait_share", "memory_gb", "timestep_sampler_share")
+HANG_UP, EXIT_INTERRUPTED = "SIGHUP", 75
 POINTS = {  # and how often a run comes past, at most
     "update": 120,
     "metrics": 17,
@@ -206,11 +209,14 @@ def run_to_the_end(process: Program) -> None:
 def killed_once(process: Program, fault: str, seconds: float) -> str:
     """Kill what was started, unless the named point does so, after so many seconds. What happened, for the record."""
     try:
-        outputs = process.communicate(timeout=300 if fault else seconds)
+        outputs = process.communicate(timeout=300 if "@" in fault else seconds)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return f"killed after {seconds:.1f} s"
+        process.send_signal(signal.SIGHUP) if fault == HANG_UP else process.kill()
+        outputs = process.communicate(timeout=300)
+        # Before the program has taken over the signals it ends by the signal, and by itself if that came too late.
+        assert fault != HANG_UP or process.returncode in (0, 1, EXIT_INTERRUPTED, -signal.SIGHUP), outputs[0][-3000:]
+        if process.returncode != 0:
+            return f"killed {f'by {fault} ' if fault else ''}after {seconds:.1f} s"
     assert process.returncode != 2, "".join(filter(None, outputs))[-3000:]  # which nobody killed
     return f"killed at {fault}" if process.returncode != 0 else "finished before the kill"
 
@@ -303,9 +309,9 @@ def storm(
 
 
 def random_kills(scenario: Scenario, generator: random.Random) -> Iterator[tuple[str, float]]:
-    """Half at moments from the start-up of the program to a little after its end, half at named points."""
-    while True:
-        yield "", generator.uniform(0.1, 1.1) * scenario.seconds
+    """Kills and hang-ups from the start-up of the program to a little after its end, and kills at named points."""
+    for number in itertools.count():
+        yield HANG_UP if number % 2 else "", generator.uniform(0.1, 1.1) * scenario.seconds
         point = generator.choice(list(scenario.points))
         yield f"{point}@{generator.randint(1, max(1, scenario.points[point] // 3))}", 0.0
 

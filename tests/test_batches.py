@@ -12,6 +12,7 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from image_helpers import GIGABYTE, ROOT, everything, image_folder, image_options, load, photos, png, prepare, write  # noqa: F401
@@ -205,6 +206,44 @@ def test_workers_outlive_the_signals_meant_for_the_main_process(photos, prepare,
     assert all(worker.is_alive() for worker in workers)
     assert all(torch.equal(*pair) for pair in zip(expected, taken, strict=True))
     iterator.close()
+
+
+def test_workers_end_with_a_main_process_that_is_killed():
+    reader, writer = os.pipe()
+    if (main := os.fork()) == 0:
+        try:
+            results = map_in_workers(large, range(100), 4)
+            next(results)
+            time.sleep(0.5)  # until all wait for somebody to read what they have
+            pids = [worker.pid for worker in multiprocessing.active_children()]
+            os.write(writer, " ".join(map(str, pids)).encode())
+            time.sleep(600)
+        finally:
+            os._exit(1)
+    pids = [int(pid) for pid in os.read(reader, 1000).split()]
+    assert len(pids) == 4
+    assert all(map(is_running, pids))
+    os.kill(main, signal.SIGKILL)
+    os.waitpid(main, 0)
+    end = time.monotonic() + 60
+    while any(map(is_running, pids)) and time.monotonic() < end:
+        time.sleep(0.1)
+    left = [pid for pid in pids if is_running(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def large(item: int) -> np.ndarray:
+    """More than a pipe holds."""
+    return np.zeros(2**21, np.uint8)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # nobody may be there to bury it
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_without_memory_for_workers_there_are_none(photos, prepare, monkeypatch, caplog):

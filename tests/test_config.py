@@ -95,7 +95,7 @@ def test_the_names_of_diffusers_are_accepted():
         (["--no_flip"], "did you mean --no_random_flip?"),
         (["--no_adam_beta1"], "did you mean --adam_beta1?"),
         (["--prompt=a cat"], "validation_prompts is an option of train_conditional.py"),
-        (["--output_dir="], "--output_dir is empty"),
+        (["--output_dir="], "--output_dir: is empty"),
         (["--resolution=big"], "invalid int value: 'big'"),
         (["--logger=mlflow"], "choose from"),
         (["--mixed_precision=int8"], "choose from"),

@@ -429,10 +429,11 @@ def test_pictures_beside_the_images(run, tmp_path):
 
 
 def test_the_nearest_training_image_of_a_training_image_is_itself(run):
-    from generation.pictures import images_to_compare, nearest
+    from generation.pictures import find_compared, nearest
+    from image_data.store import load_training_images
 
     (model,) = find_models(str(run), [], None)
-    images = images_to_compare(model, parse_generation([]))
+    images = load_training_images(*find_compared(model, parse_generation([]))).images
     wanted = torch.tensor([0, 5, 1500])
     found, distances = nearest(images.crops(wanted, torch.zeros(3, 2)), images, 4)
     assert found[:, 0].tolist() == wanted.tolist()

@@ -3,7 +3,7 @@
 import preloaded
 import pytest
 from conftest import lines_of, losses_of
-from storm import ROOT, SCENARIOS, Scenario, differences, killed_once, run_to_the_end, storm
+from storm import HANG_UP, ROOT, SCENARIOS, Scenario, differences, killed_once, run_to_the_end, storm
 from test_processes import TORCHRUN
 
 # Inside a save, between a line of metrics and its checkpoint, in the middle of a step, and at some moment.
@@ -11,7 +11,7 @@ KILLS = {
     "one process": [("save-file@8", 0), ("metrics@7", 0), ("prune@1", 0), ("", 1.0)],
     "two processes": [("update@50", 0), ("", 2.0)],
     "a budget of training time": [("grid@2", 0)],
-    "generate.py": [("image@50", 0), ("generated@3", 0)],
+    "generate.py": [("image@50", 0), (HANG_UP, 0.7), ("generated@3", 0)],
     "evaluate.py": [("generated@5", 0), ("table@2", 0)],
     "prepare_data.py": [("prepare-image@100", 0)],
 }
@@ -25,7 +25,7 @@ def start(command: list[str], processes: int, fault: str = "") -> preloaded.Proc
 def test_interrupted_equals_uninterrupted(scenario, tiny_flags, tmp_path):
     result = storm(scenario, KILLS[scenario.name], tiny_flags, tmp_path, start)
     assert result["differences"] == []
-    at_points = [fault for fault, _ in KILLS[scenario.name] if fault]
+    at_points = [fault for fault, _ in KILLS[scenario.name] if "@" in fault]
     assert [event for event in result["events"] if "@" in event] == [f"killed at {fault}" for fault in at_points]
 
 
