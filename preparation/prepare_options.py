@@ -22,9 +22,7 @@ class PrepareOptions:
         None, "Folder to make; with --check, for the report (default: runs/check-<source>).", saved=False
     )
     check: bool = option(False, "Report on the source instead; exit code 1 if something in it would hurt.", saved=False)
-    resolution: int | None = option(
-        None, "Size of the shorter side (default: photos keep their sizes).", RESOLUTION, habits="size image_size"
-    )
+    resolution: int | None = option(None, "Size of the shorter side (default: photos keep their sizes).", RESOLUTION)
     center_crop: bool = option(False, "Crop to a square; otherwise training crops, at random places.", not_with="check")
     channels: Literal["auto", "1", "3", "4"] = option(
         "auto", "1 grey, 3 RGB, 4 RGBA; auto: grey stays grey.", not_with="check"
@@ -36,7 +34,9 @@ class PrepareOptions:
     eval_fraction: float | None = option(
         None, "Share of every class kept for evaluation (default: the source's own split, otherwise 0.1).", BELOW_ONE
     )
-    eval_split: Literal["test", "validation"] = option("test", "Name of what is kept for evaluation.")
+    eval_split: Literal["test", "validation"] = option(
+        "test", "Name of what is kept for evaluation.", not_with="eval_fraction=0.0"
+    )
     seed: int = option(
         0, "Which photos are kept for evaluation is a function of their names and this.", from_to(0, LARGEST_INT)
     )
