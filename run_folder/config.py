@@ -292,10 +292,16 @@ class OutputOptions:
     save_model_epochs: int | None = option(None, "Epochs between updates of the pipeline in output_dir.", POSITIVE)
     eval_batch_size: int = option(16, "Images in a sample grid.", from_to(1, LARGEST_GRID))
     ddpm_num_inference_steps: int = option(1000, "Denoising steps of the sample grids.", POSITIVE)
-    logger: Literal["tensorboard", "wandb", "none"] = option("tensorboard", "Where curves go besides metrics.jsonl.")
+    logger: Literal["tensorboard", "wandb", "trackio", "all", "none"] = option(
+        "tensorboard", "Where curves go besides metrics.jsonl; all: TensorBoard, and wandb and trackio if installed."
+    )
     logging_dir: str = option("logs", "Folder of the curves, inside output_dir.")
     logging_steps: int = option(50, "Steps between lines of metrics.", POSITIVE)
-    tracker_project_name: str = option("exact-ddpm", "Project of the curves in wandb.", only_with="logger=wandb")
+    tracker_project_name: str = option(
+        "exact-ddpm",
+        "Project of the curves in wandb or trackio.",
+        only_with="logger=wandb logger=trackio logger=all",
+    )
 
 
 @section("hub", saved=False)
@@ -401,12 +407,22 @@ def validate(config: TrainingConfig) -> None:
     curves = Path(config.logging_dir)
     if curves.is_absolute() or ".." in curves.parts or not curves.parts:
         raise UserError(f"--logging_dir {config.logging_dir}: must name a folder inside --output_dir, such as logs")
-    if config.logger == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise UserError("--logger wandb: wandb is not installed; `pip install wandb` or use tensorboard")
-    if config.logger == "wandb" and config.hub_token is not None:
+    trackers = trackers_of(config)
+    for name in {"wandb", "trackio"}.intersection(trackers):
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"--logger {name}: {name} is not installed; `pip install {name}` or use tensorboard")
+    if "wandb" in trackers and config.hub_token is not None:
         raise UserError(
-            "--hub_token with --logger wandb would show the token in the run's page: use `hf auth login` instead"
+            f"--hub_token with --logger {config.logger} would show the token in the run's page: use `hf auth login` "
+            f"instead"
         )
+
+
+def trackers_of(config: TrainingConfig) -> list[str]:
+    """Return the names of the trackers that get the curves."""
+    if config.logger == "all":
+        return ["tensorboard", *(name for name in ("wandb", "trackio") if importlib.util.find_spec(name))]
+    return [] if config.logger == "none" else [config.logger]
 
 
 def is_own_sampler(name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import shutil
 from contextlib import suppress
 from fnmatch import fnmatch
@@ -35,9 +36,10 @@ RESULTS, BEST_SCORES, PICTURES = "evaluation_results.csv", "best_scores.csv", "*
 PIPELINE_FOLDERS = ("unet", "scheduler", "text_encoder", "tokenizer")
 PUSHED = (PIPELINE, CONDITION_FILE, "conditional_pipeline.py", CARD, CONFIG, METRICS, TIMESTEPS)
 PUSHED += (RESULTS, BEST_SCORES, PICTURES)
+TRACKERS = "trackers.json"  # under which names trackers know the run
 NOT_PUSHED = (
     *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in PIPELINE_FOLDERS)),
-    *("evaluation_results.json", "evaluation_per_class.csv"),
+    *("evaluation_results.json", "evaluation_per_class.csv", TRACKERS),
 )
 PIPELINE_STEP = "_step"  # in the pipeline's index, where diffusers passes over names that begin so
 ROUNDING = 0.001  # seconds, of the training time in a line of metrics
@@ -58,6 +60,7 @@ class RunFolder:
         self.network_folder = path / "unet"  # of the pipeline
         self.card_file = path / CARD
         self.best_scores_file = path / BEST_SCORES
+        self.trackers_file = path / TRACKERS
 
     def grid_file(self, step: int) -> Path:
         return self.samples / f"step-{step}.png"
@@ -100,6 +103,14 @@ class RunFolder:
     def read_timesteps(self) -> list[dict]:
         """Read what the timesteps did, by bin of log-SNR: a line for each one of metrics."""
         return read_lines(self.timesteps_file)
+
+    def tracker_id(self, tracker: str) -> str:
+        """Return the id under which a tracker knows this run; of a run that it does not know yet, a new one."""
+        known = json.loads(self.trackers_file.read_text(encoding="utf-8")) if self.trackers_file.exists() else {}
+        if tracker not in known:
+            known[tracker] = secrets.token_hex(4)
+            write_atomically(self.trackers_file, json.dumps(known) + "\n")
+        return known[tracker]
 
     def write_condition(self, condition: Condition) -> None:
         """Write the parts of the pipeline that a condition adds and that do not change during training."""

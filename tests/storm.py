@@ -29,7 +29,8 @@ import psutil
 import records
 
 ROOT = Path(__file__).parent.parent
-TIMING = ("train_seconds", "images_per_second", "data_wait_share", "memory_gb", "timestep_sampler_share")
+TIMING = ("train_seconds", "images_per_second", "images_per_second_per_device", "data_wait_share", "memory_gb")
+TIMING += ("timestep_sampler_share",)
 POINTS = {  # and how often a run comes past, at most
     "update": 120,
     "metrics": 17,
