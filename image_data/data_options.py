@@ -4,6 +4,8 @@ from typing import Literal
 
 from common.options import NOT_NEGATIVE, NUM_WORKERS, POSITIVE, RESOLUTION, option, section
 
+INTERPOLATION = "bicubic"
+
 
 @section("data")
 class DataOptions:
@@ -34,6 +36,9 @@ class DataOptions:
         "Size of the images; others are resized, the shorter side to this.",
         RESOLUTION,
         fixed=True,
+    )
+    interpolation: Literal["bicubic", "bilinear"] = option(
+        INTERPOLATION, "How larger photos are resized, antialiased; the diffusers example's is bilinear."
     )
     channels: Literal["auto", "1", "3", "4"] = option(
         "auto", "1 grey, 3 RGB, 4 RGBA; auto: 1 if all are grey.", fixed=True

@@ -7,6 +7,7 @@ from typing import Literal
 from common.errors import UserError
 from common.machine import default_num_workers
 from common.options import BELOW_ONE, LARGEST_INT, NUM_WORKERS, RESOLUTION, from_to, option, parse_options, section
+from image_data.data_options import INTERPOLATION
 
 
 @section("preparation")
@@ -24,6 +25,9 @@ class PrepareOptions:
     check: bool = option(False, "Report on the source instead; exit code 1 if something in it would hurt.", saved=False)
     resolution: int | None = option(None, "Size of the shorter side (default: photos keep their sizes).", RESOLUTION)
     center_crop: bool = option(False, "Crop to a square; otherwise training crops, at random places.", not_with="check")
+    interpolation: Literal["bicubic", "bilinear"] = option(
+        INTERPOLATION, "How photos are resized, antialiased; the diffusers example's is bilinear.", not_with="check"
+    )
     channels: Literal["auto", "1", "3", "4"] = option(
         "auto", "1 grey, 3 RGB, 4 RGBA; auto: grey stays grey.", not_with="check"
     )
