@@ -354,7 +354,8 @@ def flags_by_option(values: dict[str, object], kind: type) -> dict[str, list[str
         if own in found:
             raise UserError(f"{found[own][0]} and {key} are one option: give it once")
         found[own] = (str(key), flags_of(own, value, kind))
-    implied = {name: value for key in values for name, value in habits()["implied"].get(key, {}).items()}
+    implied = habits()["implied"]
+    implied = {own: value for key in values for own, value in implied.get(str(key).replace("-", "_"), {}).items()}
     words_of = {name: [f"--{name}={value}"] for name, value in implied.items()}
     return words_of | {own: words for own, (_, words) in found.items() if words}
 

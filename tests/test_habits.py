@@ -160,7 +160,7 @@ def test_other_names_mean_the_same_in_both_spellings(capsys):
 
 def test_the_keys_of_other_programs(tmp_path, capsys):
     file = tmp_path / "c.yaml"
-    file.write_text("data_dir: photos\nimg_size: 64\ntimesteps: 1000\nnum_accum: 2\nlr: 1e-4\nlocal_rank: 0\n")
+    file.write_text("data-dir: photos\nimg_size: 64\ntimesteps: 1000\nnum_accum: 2\nlr: 1e-4\nlocal_rank: 0\n")
     config = parse_config([f"--config-path={file}"])
     assert (config.train_data_dir, config.resolution, config.gradient_accumulation_steps) == ("photos", 64, 2)
     assert "local_rank is not needed" in capsys.readouterr().err
@@ -186,6 +186,8 @@ def test_what_a_name_says_besides_can_be_said_otherwise(tmp_path):
     file.write_text("dataset_name: x\nloss_weighting: p2\np2_gamma: 2\n")
     config = parse_config([f"--config={file}", "--snr_gamma=5"])
     assert (config.loss_weighting, config.p2_gamma) == ("min_snr", 1)
+    file.write_text("dataset_name: x\nsnr-gamma: 4\n")
+    assert parse_config([f"--config={file}"]).loss_weighting == "min_snr"
     assert "no effect without --loss_weighting min_snr" in answer(
         parse_config, f"--config={file}", "--snr_gamma=5", "--loss_weighting=p2"
     )
