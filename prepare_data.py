@@ -91,7 +91,7 @@ def prepare(options: PrepareOptions, source: Path, output: Path) -> None:
     with unpacked(source, output) as folder:
         collection, splits = find_photos(options, folder, output)
         splits = {split: with_captions(photos, options.captions) for split, photos in splits.items()}
-        output_format = OutputFormat(options.resolution, options.center_crop, channels)
+        output_format = OutputFormat(options.resolution, options.center_crop, channels, options.interpolation)
         targets = plan(splits, output_format, folders, squares)
         outcomes = prepared.write_images(targets, options.num_workers)
     left_out = prepared.finish(collection, targets, outcomes)

@@ -12,12 +12,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar, dataclass_transform
 
 import yaml
 
-from common.errors import UserError
+from common.errors import UserError, say
 
 Options = TypeVar("Options")
 
@@ -53,8 +54,6 @@ class Facts:
     default: object
     help: str
     must_be: Range | None = None
-    aliases: str = ""  # other names that mean the same
-    habits: str = ""  # words that people type when they mean it; the error suggests it
     positional: bool = False  # may be given as the first word, a list as the first words, without its flag
     repeatable: bool = False  # a list whose flag may be given several times
     instead_of: str | None = None  # another way to say the same: a flag for one replaces the other in a file
@@ -99,9 +98,49 @@ def facts_of(kind: type) -> dict[str, Facts]:
     }
 
 
-def spellings(name: str, facts: Facts) -> list[str]:
-    """Return the names that an option can be given by, without the one that switches it off."""
-    return [name, *facts.aliases.split()]
+@cache
+def habits() -> dict[str, dict]:
+    """Read what people type who come from other programs, and what it means here."""
+    return yaml.safe_load(Path(__file__).with_name("habits.yaml").read_text(encoding="utf-8"))
+
+
+def own_name(name: str, kind: type) -> str | None:
+    """Return the name that an option has here, given that or a name it has elsewhere; None if there is no such one."""
+    facts = facts_of(kind)
+    candidates = habits()["accepted"].get(name, ())
+    for candidate in (name, *([candidates] if isinstance(candidates, str) else candidates)):
+        if candidate in facts:
+            return candidate
+    if not name.startswith("no_") or (positive := own_name(name.removeprefix("no_"), kind)) is None:
+        return None
+    return f"no_{positive}" if facts[positive].default is True else None  # only what is on can be switched off
+
+
+def in_own_names(arguments: Iterable[str], kind: type) -> list[str]:
+    """Return a command line with each option under the name it has here, without those that are not needed here."""
+    words, implied, pending = [], {}, list(arguments)
+    while pending:
+        word = pending.pop(0)
+        flag, equals, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        own = own_name(name, kind) if flag.startswith("--") else None
+        if own is not None:
+            words.append(f"--{own}{equals}{value}")
+            implied |= habits()["implied"].get(name, {})
+        elif flag.startswith("--") and _is_ignored(name):
+            if f"{name}=" in habits()["ignored"] and not equals and pending and not pending[0].startswith("--"):
+                pending.pop(0)
+        else:
+            words.append(word)
+    return words + [f"--{name}={value}" for name, value in implied.items() if not names_flag(words, name)]
+
+
+def _is_ignored(name: str) -> bool:
+    """Tell a name of something that is not needed here, and say so, once on a machine."""
+    reason = habits()["ignored"].get(name, habits()["ignored"].get(f"{name}="))
+    if reason is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        say(f"note: {name} is not needed and ignored: {reason}")
+    return reason is not None
 
 
 def values_of(options: object, wanted: Callable[[Facts], bool]) -> dict[str, object]:
@@ -119,17 +158,21 @@ def parse_options(
     from_file: Mapping[str, list[str]] | None = None,
 ) -> Options:
     """Return the options with `arguments` over `from_file` over the defaults, each in its range and with an effect."""
-    facts = facts_of(kind)
+    facts, arguments = facts_of(kind), in_own_names(arguments, kind)
     for name in facts:
         if facts[name].positional and arguments and not arguments[0].startswith("-"):
-            if is_given(arguments, name, facts[name]):
-                raise UserError(f"{arguments[0]} and --{name} say the same thing: leave one of them out")
+            if is_given(arguments, name):
+                raise UserError(f"{arguments[0]} and --{name} are two ways to say one thing: give one of them")
             if isinstance(facts[name].default, list):
                 arguments = [f"--{name}", *arguments]
             else:
                 arguments = [f"--{name}={arguments[0]}", *arguments[1:]]
-    given = {name for name in facts if is_given(arguments, name, facts[name])}
+    given = {name for name in facts if is_given(arguments, name)}
     pairs = [(name, facts[name].instead_of) for name in facts if facts[name].instead_of]
+    for pair in pairs:
+        wanted = {name for name, words in (from_file or {}).items() if words != [f"--{name}={facts[name].default}"]}
+        if given.issuperset(pair) or (wanted.issuperset(pair) and not given.intersection(pair)):
+            raise UserError(f"--{pair[0]} and --{pair[1]} are two ways to say one thing: give one of them")
     replaced = given | {rival for pair in pairs for name, rival in (pair, pair[::-1]) if name in given}
     from_file = {name: words for name, words in (from_file or {}).items() if name not in replaced}
     options = read_options(kind, from_file, arguments, _make_parser(kind, description, usage))
@@ -152,7 +195,9 @@ def read_options(
     )
     if unknown := single or unknown:
         name = unknown[0].partition("=")[0]  # its value is nobody's business: it may be a token
-        raise UserError(f"unknown flag {name}{_suggestion(name, kind, '--')}")
+        following = unknown[1] if unknown[1:] and not unknown[1].startswith("-") else ""
+        value = unknown[0].partition("=")[2] or following
+        raise UserError(f"unknown flag {name}{_suggestion(name, value, kind)}")
     options = kind(**{name: value for section in sections for name, value in vars(section).items()})
     facts = facts_of(kind)
     for name, value in vars(options).items():
@@ -186,7 +231,7 @@ def _check_effects(options: object, given: set[str]) -> None:
     def is_on(wish: str) -> bool:
         name, _, value = wish.partition("=")
         actual = getattr(options, name, None)
-        return actual == value if value else actual not in (None, False, [], "")
+        return str(actual) == value if value else actual not in (None, False, [], "")
 
     for name, own in facts.items():
         needed = (own.only_with(name) if callable(own.only_with) else own.only_with).split()
@@ -229,8 +274,7 @@ def _make_parser(kind: type, description: str = "", usage: str = "") -> argparse
         def _parse_dataclass_field(parser: argparse.ArgumentParser, field: Field) -> None:
             """Hand argparse what it knows of the facts."""
             facts, field = Facts(**field.metadata), copy.copy(field)
-            aliases = [f"--{spelling}" for name in facts.aliases.split() for spelling in (name, name.replace("_", "-"))]
-            field.metadata = {"help": facts.help, "aliases": aliases}
+            field.metadata = {"help": facts.help}
             field.metadata |= {"action": "extend"} if facts.repeatable else {}
             HfArgumentParser._parse_dataclass_field(parser, field)
 
@@ -262,9 +306,9 @@ def names_flag(arguments: Iterable[str], name: str) -> bool:
     return any(argument.partition("=")[0].replace("-", "_") == f"__{name}" for argument in arguments)
 
 
-def is_given(arguments: Iterable[str], name: str, facts: Facts) -> bool:
-    """Return whether the command line gives an option, by any of its names."""
-    return any(names_flag(arguments, spelling) for spelling in (*spellings(name, facts), f"no_{name}"))
+def is_given(arguments: Iterable[str], name: str) -> bool:
+    """Return whether the command line gives an option, or switches it off."""
+    return names_flag(arguments, name) or names_flag(arguments, f"no_{name}")
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
@@ -301,13 +345,25 @@ def read_config_file(path: Path, kind: type) -> dict[str, list[str]]:
 
 def flags_by_option(values: dict[str, object], kind: type) -> dict[str, list[str]]:
     """Return options, under any of their names and as YAML gives them, as words of the command line."""
-    named = {name: option for option, facts in facts_of(kind).items() for name in spellings(option, facts)}
-    for name in values:
-        if name not in named:
-            raise UserError(f"unknown key {name}{_suggestion(str(name), kind)}")
-        if named[name] != name and named[name] in values:
-            raise UserError(f"{name} and {named[name]} are one option: give it once")
-    return {named[name]: words for name, value in values.items() if (words := flags_of(name, value, kind))}
+    found: dict[str, tuple[str, list[str]]] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        own = own_name(name, kind)
+        if name == "config":
+            raise UserError("config: a file does not name another file; give its path with --config")
+        if isinstance(value, dict):
+            raise UserError(f"{key}: is a section; here every option is a line of its own, as in configs/digits.yaml")
+        if own is None and _is_ignored(name):
+            continue
+        if own not in facts_of(kind):
+            raise UserError(f"unknown key {key}{_suggestion(name, value, kind)}")
+        if own in found:
+            raise UserError(f"{found[own][0]} and {key} are one option: give it once")
+        found[own] = (str(key), flags_of(own, value, kind))
+    implied = habits()["implied"]
+    implied = {own: value for key in values for own, value in implied.get(str(key).replace("-", "_"), {}).items()}
+    words_of = {name: [f"--{name}={value}"] for name, value in implied.items()}
+    return words_of | {own: words for own, (_, words) in found.items() if words}
 
 
 def flags_of(name: str, value: object, kind: type) -> list[str]:
@@ -325,15 +381,12 @@ def flags_of(name: str, value: object, kind: type) -> list[str]:
     return [f"--{name}={value}"]
 
 
-def _suggestion(name: str, kind: type, prefix: str = "") -> str:
-    """Return the end of a message about an unknown name: what was probably meant."""
-    plain = name.partition("=")[0].lstrip("-").replace("-", "_")
-    meant = {}
-    for option_name, facts in facts_of(kind).items():
-        for spelling in (option_name, *facts.habits.split()):
-            meant[spelling] = option_name
-            if facts.default is True:  # a switch that is on
-                meant[f"no_{spelling}"] = f"no_{option_name}"
-    nearest = difflib.get_close_matches(plain, meant.values(), n=1, cutoff=0.5)
-    nearest = [meant[plain]] if plain in meant else nearest
-    return f"; did you mean {prefix}{nearest[0]}?" if nearest else " (see --help)"
+def _suggestion(name: str, value: object, kind: type) -> str:
+    """Return the end of a message about an unknown name: what to give instead, or the option that is nearest."""
+    prefix, plain = "--" if name.startswith("--") else "", name.lstrip("-").replace("-", "_")
+    if (answer := habits()["answered"].get(plain)) is not None:
+        return ": " + answer.format(script=Path(sys.argv[0]).name, value="N" if value in ("", None) else value)
+    names = (f"{no}{name}" for name in (*habits()["accepted"], *facts_of(kind)) for no in ("", "no_"))
+    known = {name: own for name in names if (own := own_name(name, kind))}
+    nearest = difflib.get_close_matches(plain, known, n=1, cutoff=0.7)
+    return f"; did you mean {prefix}{known[nearest[0]]}?" if nearest else " (see --help)"

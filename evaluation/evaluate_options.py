@@ -28,18 +28,13 @@ Mode = Literal["legacy_tensorflow", "clean", "legacy_pytorch"]
 
 @section("what is measured: images, or every checkpoint of a run")
 class ImagesOptions:
-    generated: str | None = option(
-        None, "Generated images: a folder of image or parquet files, or an .npz.", habits="fake samples images"
-    )
-    run_dir: str | None = option(
-        None, "A run: its checkpoints are measured, each with images generated for it.", habits="model"
-    )
+    generated: str | None = option(None, "Generated images: a folder of image or parquet files, or an .npz.")
+    run_dir: str | None = option(None, "A run: its checkpoints are measured, each with images generated for it.")
     compare: list[str] = option([], "Two or more runs that have been measured: curves in one plot, times to equal FID.")
     num_images: int | None = option(
         None,
         "Images to measure (default: all of --generated; 10000 of a run).",
         from_to(FEWEST_IMAGES, MOST_IMAGES),
-        habits="num",
     )
 
 
@@ -63,10 +58,8 @@ class RunOptions:
 
 @section("what it is measured against (for a run: the images that it was trained on)")
 class ReferenceOptions:
-    real: str | None = option(None, "Real images: a folder of image or parquet files, or an .npz.", habits="reference")
-    dataset_name: str | None = option(
-        None, "Real images: Hub id or local folder of a data set, or 'digits'.", habits="data"
-    )
+    real: str | None = option(None, "Real images: a folder of image or parquet files, or an .npz.")
+    dataset_name: str | None = option(None, "Real images: Hub id or local folder of a data set, or 'digits'.")
     dataset_config_name: str | None = option(
         None, "Configuration of the data set, if it has several.", only_with="dataset_name"
     )

@@ -14,7 +14,7 @@ import torch
 from common.errors import UserError, user_errors
 from common.files import sha256
 from common.processes import Processes
-from image_data.data_options import DataOptions
+from image_data.data_options import INTERPOLATION, DataOptions
 from image_data.decode import UndecodableImage, decode_image, is_grey, read_image_file, upright_size
 from image_data.sources import ImageSource, leave_out, load_images, spread, unread_images
 from image_data.workers import map_in_workers
@@ -60,11 +60,19 @@ class FolderFiles:
 class EncodedImages:
     """Image files as pixels: of the size they have, which must be one, or resized and cropped at the centre."""
 
-    def __init__(self, files: FolderFiles | ImageSource, resolution: int | None = None, channels: int = 3):
+    def __init__(
+        self,
+        files: FolderFiles | ImageSource,
+        resolution: int | None = None,
+        channels: int = 3,
+        interpolation: str = INTERPOLATION,
+    ):
         self.files = files
         self.rows: Sequence[int] = range(len(files))  # those of the files that are images
         self.name, self.split, self.fingerprint = files.name, files.split, files.fingerprint
-        self.resolution = resolution
+        self.resolution, self.interpolation = resolution, interpolation
+        if interpolation != INTERPOLATION:
+            self.fingerprint += f" {interpolation}"  # other pixels, so other statistics
         self.channels = 1 if channels == 1 else 3  # transparency is laid over white
         self.size = (resolution, resolution) if resolution else self._read(0, upright_size)
 
@@ -102,7 +110,8 @@ class EncodedImages:
         return True  # whether that is an error is decided when it is decoded
 
     def _decode(self, data: bytes) -> np.ndarray:
-        return decode_image(data, self.channels, self.resolution, center_crop=self.resolution is not None)
+        crop = self.resolution is not None
+        return decode_image(data, self.channels, self.resolution, crop, self.interpolation)
 
     def _decodable(self, rows: torch.Tensor) -> list[int]:
         found = []

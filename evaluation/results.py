@@ -1,4 +1,4 @@
-"""What was measured: a table that grows by rows and columns, the best of each, and TensorBoard."""
+"""What was measured: a table that grows by rows and columns, the best of each, and the trackers."""
 
 import csv
 import io
@@ -13,7 +13,8 @@ from common.errors import UserError, user_errors
 from common.files import write_atomically
 from common.interruption import fault_point
 from evaluation.metrics import METRICS, SPREAD, Metric, metric_of
-from run_folder.folder import BEST_SCORES, RESULTS
+from run_folder.folder import BEST_SCORES, RESULTS, RunFolder
+from run_folder.publish import log_evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -146,15 +147,16 @@ def best_scores(rows: list[Row]) -> list[Row]:
     return best
 
 
-def log_to_tensorboard(logs: Path, measured: Measured, metrics: dict[str, float]) -> None:
+def log_results(run: RunFolder, output_dir: Path, measured: Measured, metrics: dict[str, float]) -> None:
     """Log scalars beside the training's curves: a folder for every method, since a curve must not join two of them."""
     from torch.utils.tensorboard import SummaryWriter
 
     method = [getattr(measured, part) for part in METHOD]
-    name = " ".join(str(part) for part in method if part not in (None, "no"))
-    with SummaryWriter(logs / "evaluation" / re.sub(r"[^\w.=]+", "-", name)) as writer:
+    name = re.sub(r"[^\w.=]+", "-", " ".join(str(part) for part in method if part not in (None, "no")))
+    with SummaryWriter(output_dir / run.read_config().logging_dir / "evaluation" / name) as writer:
         for column, value in metrics.items():
             writer.add_scalar(column, value, measured.step)
+    log_evaluation(run, {f"evaluation/{name}/{column}": value for column, value in metrics.items()}, measured.step)
 
 
 def describe_result(measured: Measured, metrics: dict[str, float]) -> str:

@@ -57,7 +57,7 @@ def _pipeline_beside(run: RunFolder, models: list[SavedModel]) -> list[SavedMode
 def training_images(config: TrainingConfig, split: str, cache_dir: str | None, num_workers: int) -> EncodedImages:
     """Open the very images that a run was trained on, or another split, at its resolution, cropped at the centre."""
     source = load_images(replace(config, cache_dir=cache_dir), split)
-    images = EncodedImages(source, config.resolution, int(config.channels))
+    images = EncodedImages(source, config.resolution, int(config.channels), config.interpolation)
     return images.without_bad(num_workers) if config.on_bad_image == "skip" else images
 
 

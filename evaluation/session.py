@@ -214,7 +214,7 @@ class Session:
         if processes.is_main:
             self._report(measured, features, metrics)
             if measured.step is not None:
-                results.log_to_tensorboard(self.output_dir / self.run.read_config().logging_dir, measured, metrics)
+                results.log_results(self.run, self.output_dir, measured, metrics)
         processes.barrier()
         if processes.is_main:
             samples.discard(self.output_dir)

@@ -22,11 +22,10 @@ class ModelOptions:
         "A run's folder (its newest checkpoint), a checkpoint's, a DDPMPipeline's, or a Hub id; may be given as "
         "the first word (default: the run under runs/ that wrote metrics last).",
         positional=True,
-        habits="network",
     )
     checkpoints: list[str] = option([], "Steps of checkpoints of the run, or 'all': images of each, in its own folder.")
     weights: Literal["ema", "raw"] | None = option(
-        None, "Moving average or raw weights (default: the moving average where there is one).", habits="ema"
+        None, "Moving average or raw weights (default: the moving average where there is one)."
     )
 
 
@@ -36,15 +35,11 @@ class SamplerOptions:
 
     ddpm: bool = option(False, "Ancestral sampling as in the paper; the default.")
     ddim: bool = option(False, "DDIM.")
-    scheduler: str | None = option(
-        None, "A scheduler of diffusers by its name, e.g. DPMSolverMultistepScheduler.", habits="sampler"
-    )
+    scheduler: str | None = option(None, "A scheduler of diffusers by its name, e.g. DPMSolverMultistepScheduler.")
     num_inference_steps: int | None = option(
         None,
         f"S, the denoising steps (default: all of the model's for --ddpm, {SHORT_SAMPLING} otherwise).",
         POSITIVE,
-        aliases="subseq_size",
-        habits="steps",
     )
     skip_schedule: Literal["linear", "quadratic"] = option(
         "linear", "Which S timesteps: spread evenly from first to last, or linspace(0, sqrt(0.8 T), S)^2."
@@ -64,7 +59,6 @@ class ImageOptions:
         None,
         f"The seeds 0, 1, ... up to so many images (default: {DEFAULT_IMAGES}).",
         from_to(1, MOST_IMAGES),
-        habits="n num",
     )
 
 
@@ -83,7 +77,7 @@ class ConditionOptions:
         None, "What guidance leads away from (default: an empty prompt).", may_be_empty=True
     )
     guidance_scale: float = option(
-        1.0, "Guidance u + scale (c - u) from the prediction without condition; 1 is none.", NOT_NEGATIVE, habits="cfg"
+        1.0, "Guidance u + scale (c - u) from the prediction without condition; 1 is none.", NOT_NEGATIVE
     )
     guidance_rescale: float = option(
         0.0,
@@ -101,7 +95,6 @@ class OutputOptions:
     overwrite: bool = option(
         False,
         "Delete the images that are in the folder, whatever made them, and start anew.",
-        habits="overwrite_output_dir",
         not_with="interpolate",
     )
     format: Literal["png", "npz", "parquet"] = option(

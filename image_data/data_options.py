@@ -4,6 +4,8 @@ from typing import Literal
 
 from common.options import NOT_NEGATIVE, NUM_WORKERS, POSITIVE, RESOLUTION, option, section
 
+INTERPOLATION = "bicubic"
+
 
 @section("data")
 class DataOptions:
@@ -12,10 +14,12 @@ class DataOptions:
     dataset_name: str | None = option(
         None,
         "Hub id or local folder of a data set, or 'digits' (embedded, and the default when no data is named).",
-        habits="data",
     )
     dataset_config_name: str | None = option(
-        None, "Configuration of the data set, if it has several.", only_with="dataset_name"
+        None,
+        "Configuration of the data set, if it has several.",
+        only_with="dataset_name",
+        not_with="dataset_name=digits",
     )
     train_data_dir: str | None = option(
         None, "Folder of images, instead of dataset_name.", instead_of="dataset_name", on_card=False
@@ -31,14 +35,16 @@ class DataOptions:
         32,
         "Size of the images; others are resized, the shorter side to this.",
         RESOLUTION,
-        habits="image_size size",
         fixed=True,
+    )
+    interpolation: Literal["bicubic", "bilinear"] = option(
+        INTERPOLATION, "How larger photos are resized, antialiased; the diffusers example's is bilinear."
     )
     channels: Literal["auto", "1", "3", "4"] = option(
         "auto", "1 grey, 3 RGB, 4 RGBA; auto: 1 if all are grey.", fixed=True
     )
     center_crop: bool = option(False, "Crop at the centre instead of at random.")
-    random_flip: bool = option(True, "Flip images horizontally at random.", habits="flip")
+    random_flip: bool = option(True, "Flip images horizontally at random.")
     dataloader_num_workers: int | None = option(
         None,
         "Processes that decode images (default: min(4, usable cores / processes on this machine)).",

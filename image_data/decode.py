@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
+from image_data.data_options import INTERPOLATION
+
 # What is meant to be an image by its name. Some of these Pillow cannot read; they are then named, not passed over.
 IMAGE_SUFFIXES = frozenset(
     ".jpg .jpeg .jpe .jfif .png .apng .gif .bmp .dib .tif .tiff .webp .ppm .pgm .pbm .pnm .tga .jp2 .avif .heic .heif"
@@ -70,7 +72,9 @@ def read_image_file(path: str | Path) -> bytes:
         return Path(path).read_bytes()
 
 
-def decode_image(data: bytes, channels: int, resolution: int | None, center_crop: bool) -> np.ndarray:
+def decode_image(
+    data: bytes, channels: int, resolution: int | None, center_crop: bool, interpolation: str = INTERPOLATION
+) -> np.ndarray:
     """Return the image as uint8 [channels, height, width], its shorter side being `resolution` unless that is None.
 
     One channel is luma, three are RGB, four are RGBA. With `center_crop` the result is a square; without, the longer
@@ -79,7 +83,7 @@ def decode_image(data: bytes, channels: int, resolution: int | None, center_crop
     with errors_as_undecodable():
         image = _upright(_open(data), data, MODES[channels])
         if resolution is not None:
-            image = _resize(image, resolution)
+            image = _resize(image, resolution, Image.Resampling[interpolation.upper()])
         if center_crop:
             side = min(image.size)
             left, top = (image.width - side) // 2, (image.height - side) // 2
@@ -211,12 +215,12 @@ def _in_mode(image: Image.Image, mode: str) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)
 
 
-def _resize(image: Image.Image, resolution: int) -> Image.Image:
+def _resize(image: Image.Image, resolution: int, resampling: Image.Resampling) -> Image.Image:
     scale = resolution / min(image.size)
     size = tuple(max(resolution, round(side * scale)) for side in image.size)
     if Image.MAX_IMAGE_PIXELS and size[0] * size[1] > Image.MAX_IMAGE_PIXELS:
         raise UndecodableImage(f"too narrow to be resized: {image.width}x{image.height}")
-    return image.resize(size, Image.Resampling.BICUBIC)
+    return image.resize(size, resampling)  # antialiased, whatever it is
 
 
 def _palette_is_grey(image: ImageFile.ImageFile) -> bool:

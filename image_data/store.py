@@ -27,7 +27,7 @@ from common.errors import UserError
 from common.files import default_cache_dir, file_checksum, load_safetensors, save_safetensors, sync
 from common.machine import default_num_workers
 from common.processes import Processes
-from image_data.data_options import DataOptions
+from image_data.data_options import INTERPOLATION, DataOptions
 from image_data.decode import UndecodableImage, decode_image, stored_size
 from image_data.sources import ImageSource, spread
 from image_data.workers import map_in_chunks
@@ -59,7 +59,7 @@ def load_training_images(
     All processes call this. One per machine decodes; the others map the same file, so that the pixels are held once.
     """
     channels = source.detect_channels() if options.channels == "auto" else int(options.channels)
-    decoder = ImageDecoder(source, channels, options.resolution, options.center_crop)
+    decoder = ImageDecoder(source, channels, options.resolution, options.center_crop, options.interpolation)
     num_workers = options.dataloader_num_workers
     if num_workers is None:
         num_workers = default_num_workers(processes.local_count if processes else 1)
@@ -101,12 +101,13 @@ class ImageDecoder:
     channels: int
     resolution: int
     center_crop: bool
+    interpolation: str = INTERPOLATION
 
     def decode(self, row: int) -> np.ndarray:
         return self._decode(self.source.read(row))
 
     def _decode(self, data: bytes) -> np.ndarray:
-        return decode_image(data, self.channels, self.resolution, self.center_crop)
+        return decode_image(data, self.channels, self.resolution, self.center_crop, self.interpolation)
 
     def attempt(self, row: int, keep_pixels: bool = False) -> Decoded | UndecodableImage:
         """Decode a row and return its pixels, if they are wanted, and its size; or return the error."""
@@ -198,6 +199,7 @@ def _estimate_bytes(decoder: ImageDecoder) -> int:
 def _key(decoder: ImageDecoder, in_memory: bool) -> str:
     image_format = (decoder.resolution, decoder.channels, decoder.center_crop)
     identity = (FORMAT_VERSION, decoder.source.fingerprint, *image_format, in_memory)
+    identity += () if decoder.interpolation == INTERPOLATION else (decoder.interpolation,)
     return hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
 
 

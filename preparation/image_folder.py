@@ -24,6 +24,7 @@ from common.errors import UserError, reason_of
 from common.files import printable, write_atomically
 from common.interruption import fault_point
 from image_data.annotations import class_in_words
+from image_data.data_options import INTERPOLATION
 from image_data.decode import (
     UndecodableImage,
     decode_image,
@@ -50,6 +51,7 @@ class OutputFormat:
     resolution: int | None  # of the shorter side; None keeps the size
     center_crop: bool
     channels: int | None  # None: grey images stay grey, all others become RGB
+    interpolation: str = INTERPOLATION
 
 
 class Target(NamedTuple):
@@ -137,7 +139,9 @@ class PreparedFolder:
             raise UserError(f"--output {path}: {found}; name a new folder")
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            before, _ = dict(manifest["settings"]), [image["file"] for image in manifest["images"]]
+            # Not every manifest says how photos were resized: once there was one way.
+            before = {"interpolation": INTERPOLATION, **manifest["settings"]}
+            _ = [image["file"] for image in manifest["images"]]
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             reason = reason_of(error)
             raise UserError(f"--output {path}: {MANIFEST} cannot be read ({reason}); name a new folder") from error
@@ -228,7 +232,8 @@ class PreparedFolder:
 def _encode(data: bytes, output_format: OutputFormat) -> tuple[bytes, str]:
     """Return the file to be written, and its suffix."""
     channels = output_format.channels or (1 if is_grey(data) else 3)
-    pixels = decode_image(data, channels, output_format.resolution, output_format.center_crop)
+    resizing = output_format.resolution, output_format.center_crop, output_format.interpolation
+    pixels = decode_image(data, channels, *resizing)
     if output_format.resolution is None and (suffix := plain_suffix(data, channels)) is not None:
         return data, suffix  # nothing to change, and a photo as a PNG is many times as large
     file = io.BytesIO()

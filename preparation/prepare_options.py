@@ -7,6 +7,7 @@ from typing import Literal
 from common.errors import UserError
 from common.machine import default_num_workers
 from common.options import BELOW_ONE, LARGEST_INT, NUM_WORKERS, RESOLUTION, from_to, option, parse_options, section
+from image_data.data_options import INTERPOLATION
 
 
 @section("preparation")
@@ -22,10 +23,11 @@ class PrepareOptions:
         None, "Folder to make; with --check, for the report (default: runs/check-<source>).", saved=False
     )
     check: bool = option(False, "Report on the source instead; exit code 1 if something in it would hurt.", saved=False)
-    resolution: int | None = option(
-        None, "Size of the shorter side (default: photos keep their sizes).", RESOLUTION, habits="size image_size"
-    )
+    resolution: int | None = option(None, "Size of the shorter side (default: photos keep their sizes).", RESOLUTION)
     center_crop: bool = option(False, "Crop to a square; otherwise training crops, at random places.", not_with="check")
+    interpolation: Literal["bicubic", "bilinear"] = option(
+        INTERPOLATION, "How photos are resized, antialiased; the diffusers example's is bilinear.", not_with="check"
+    )
     channels: Literal["auto", "1", "3", "4"] = option(
         "auto", "1 grey, 3 RGB, 4 RGBA; auto: grey stays grey.", not_with="check"
     )
@@ -36,7 +38,9 @@ class PrepareOptions:
     eval_fraction: float | None = option(
         None, "Share of every class kept for evaluation (default: the source's own split, otherwise 0.1).", BELOW_ONE
     )
-    eval_split: Literal["test", "validation"] = option("test", "Name of what is kept for evaluation.")
+    eval_split: Literal["test", "validation"] = option(
+        "test", "Name of what is kept for evaluation.", not_with="eval_fraction=0.0"
+    )
     seed: int = option(
         0, "Which photos are kept for evaluation is a function of their names and this.", from_to(0, LARGEST_INT)
     )

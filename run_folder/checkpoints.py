@@ -248,7 +248,11 @@ def _named_checkpoint(config: TrainingConfig) -> Path:
     wanted, output_dir = config.resume_from_checkpoint, Path(config.output_dir)
     folder = next((path for path in (Path(wanted), output_dir / wanted) if path.is_dir()), None)
     if folder is None:
-        raise UserError(f"--resume_from_checkpoint {wanted}: there is no such folder")
+        there = ", ".join(path.name for path in checkpoints(output_dir)) or "no checkpoint"
+        raise UserError(
+            f"--resume_from_checkpoint {wanted}: there is no such folder; {output_dir} has {there}. Without the flag a "
+            f"run goes on from its newest checkpoint, or starts anew if it has none"
+        )
     try:
         verify(folder)
     except InvalidCheckpoint as error:

@@ -26,6 +26,7 @@ from common.options import (
     Options,
     facts_of,
     from_to,
+    in_own_names,
     is_given,
     names_flag,
     option,
@@ -49,9 +50,7 @@ CHANGED_OBJECTIVE += ("infonoise", "edm2", "marginal_return", "ats")
 
 @section("condition")
 class ConditioningOptions:
-    condition: Literal["class", "text"] = option(
-        "class", "What the network is told of each image.", habits="class_conditional", fixed=True
-    )
+    condition: Literal["class", "text"] = option("class", "What the network is told of each image.", fixed=True)
     label_column: str | None = option(
         None, "Column with the classes; found by itself if there is only one, or by the folders the images are in."
     )
@@ -74,14 +73,13 @@ class ConditioningOptions:
         on_card=False,
     )
     condition_dropout: float = option(
-        0.1, "Share of the images without a condition, for classifier-free guidance.", BELOW_ONE, habits="cfg_dropout"
+        0.1, "Share of the images without a condition, for classifier-free guidance.", BELOW_ONE
     )
     balance: bool = option(False, "Show all classes equally often, however many images they have.")
     validation_prompts: list[str] = option(
         [],
         "Prompts of the sample grids (default: a caption of each class).",
         only_with="condition=text",
-        habits="prompt",
         may_change=True,
     )
 
@@ -203,7 +201,6 @@ class TimestepOptions:
         5.0,
         "The signal-to-noise ratio is cut off here. As --snr_gamma, its name in diffusers, it chooses min_snr too.",
         POSITIVE,
-        aliases="snr_gamma",
     )
     soft_min_snr_gamma: float = option(4.0, "The signal-to-noise ratio saturates here.", POSITIVE)
     sigmoid_k: float = option(2.0, "The log SNR at which the sigmoid is one half.")
@@ -213,9 +210,7 @@ class TimestepOptions:
 
 @section("optimiser")
 class OptimizerOptions:
-    train_batch_size: int | None = option(
-        None, "Images per device and forward pass.", POSITIVE, habits="batch_size", may_change=True
-    )
+    train_batch_size: int | None = option(None, "Images per device and forward pass.", POSITIVE, may_change=True)
     total_batch_size: int | None = option(
         None,
         "Images per step: train_batch_size x processes x gradient_accumulation_steps. What is not given follows "
@@ -223,7 +218,7 @@ class OptimizerOptions:
         POSITIVE,
     )
     gradient_accumulation_steps: int | None = option(None, "Forward passes per step.", POSITIVE, may_change=True)
-    learning_rate: float = option(2e-4, "Learning rate after the warm-up.", POSITIVE, habits="lr")
+    learning_rate: float = option(2e-4, "Learning rate after the warm-up.", POSITIVE)
     lr_scheduler: Literal[
         "constant_with_warmup", "constant", "linear", "cosine", "cosine_with_restarts", "polynomial"
     ] = option("constant_with_warmup", "Learning rate over the steps, as diffusers defines it.")
@@ -261,7 +256,6 @@ class LengthOptions:
         None,
         f"Optimiser steps; comes before num_epochs. Neither given: the paper's {PAPER_STEPS}.",
         POSITIVE,
-        habits="steps",
         instead_of="num_epochs",
     )
     max_train_seconds: float | None = option(
@@ -286,7 +280,6 @@ class OutputOptions:
     resume_from_checkpoint: str = option(
         "latest",
         "A checkpoint folder, 'latest' of this run if it has one, or 'none' to start anew.",
-        habits="resume",
         saved=False,
     )
     checkpointing_steps: int = option(5000, "Steps between checkpoints; one more is made at the end.", POSITIVE)
@@ -299,12 +292,16 @@ class OutputOptions:
     save_model_epochs: int | None = option(None, "Epochs between updates of the pipeline in output_dir.", POSITIVE)
     eval_batch_size: int = option(16, "Images in a sample grid.", from_to(1, LARGEST_GRID))
     ddpm_num_inference_steps: int = option(1000, "Denoising steps of the sample grids.", POSITIVE)
-    logger: Literal["tensorboard", "wandb", "none"] = option(
-        "tensorboard", "Where curves go besides metrics.jsonl.", aliases="report_to"
+    logger: Literal["tensorboard", "wandb", "trackio", "all", "none"] = option(
+        "tensorboard", "Where curves go besides metrics.jsonl; all: TensorBoard, and wandb and trackio if installed."
     )
     logging_dir: str = option("logs", "Folder of the curves, inside output_dir.")
     logging_steps: int = option(50, "Steps between lines of metrics.", POSITIVE)
-    tracker_project_name: str = option("exact-ddpm", "Project of the curves in wandb.", only_with="logger=wandb")
+    tracker_project_name: str = option(
+        "exact-ddpm",
+        "Project of the curves in wandb or trackio.",
+        only_with="logger=wandb logger=trackio logger=all",
+    )
 
 
 @section("hub", saved=False)
@@ -358,6 +355,7 @@ def parse_conditional_config(arguments: list[str]) -> ConditionalConfig:
 
 def parse(kind: type[Options], arguments: list[str], digits: Path) -> Options:
     """Return flags over the YAML file over the defaults; `digits` is the file if the flags name neither it nor data."""
+    arguments = in_own_names(arguments, ConditionalConfig)
     named = value_of_flag(arguments, "config", "the name of a YAML file")
     names_data = names_flag(arguments, "dataset_name") or names_flag(arguments, "train_data_dir")
     file = digits if named is None and not names_data else named
@@ -365,16 +363,13 @@ def parse(kind: type[Options], arguments: list[str], digits: Path) -> Options:
     if "config" in from_file:
         raise UserError(f"--config {file}: names another file, {from_file['config'][0]}; name that one alone")
     description = f"The defaults are the paper's. Without data and without a file, configs/{digits.name} is used."
-    typed = {name for name, facts in facts_of(ConditionalConfig).items() if is_given(arguments, name, facts)}
+    typed = {name for name in facts_of(ConditionalConfig) if is_given(arguments, name)}
     with naming_the_file(file, from_file.keys() - typed):
-        for name, facts in facts_of(ConditioningOptions).items():
-            if kind is TrainingConfig and any(names_flag(arguments, word) for word in (name, *facts.habits.split())):
+        for name in facts_of(ConditioningOptions):
+            if kind is TrainingConfig and name in typed:
                 raise UserError(f"{name} is an option of train_conditional.py")
             if kind is TrainingConfig and name in from_file:
                 raise UserError(f"--{name}: is an option of train_conditional.py")
-        gamma = [*from_file.get("min_snr_gamma", []), *arguments]
-        if names_flag(gamma, "snr_gamma") and not {"loss_weighting"} & (typed | from_file.keys()):
-            arguments = [*arguments, "--loss_weighting=min_snr"]  # as in diffusers, where it is the only weighting
         config = parse_options(kind, arguments, description=description, from_file=from_file)
         if is_own_sampler(config.timestep_sampler) and not names_flag(arguments, "timestep_sampler"):
             raise UserError(
@@ -412,12 +407,22 @@ def validate(config: TrainingConfig) -> None:
     curves = Path(config.logging_dir)
     if curves.is_absolute() or ".." in curves.parts or not curves.parts:
         raise UserError(f"--logging_dir {config.logging_dir}: must name a folder inside --output_dir, such as logs")
-    if config.logger == "wandb" and importlib.util.find_spec("wandb") is None:
-        raise UserError("--logger wandb: wandb is not installed; `pip install wandb` or use tensorboard")
-    if config.logger == "wandb" and config.hub_token is not None:
+    trackers = trackers_of(config)
+    for name in {"wandb", "trackio"}.intersection(trackers):
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"--logger {name}: {name} is not installed; `pip install {name}` or use tensorboard")
+    if "wandb" in trackers and config.hub_token is not None:
         raise UserError(
-            "--hub_token with --logger wandb would show the token in the run's page: use `hf auth login` instead"
+            f"--hub_token with --logger {config.logger} would show the token in the run's page: use `hf auth login` "
+            f"instead"
         )
+
+
+def trackers_of(config: TrainingConfig) -> list[str]:
+    """Return the names of the trackers that get the curves."""
+    if config.logger == "all":
+        return ["tensorboard", *(name for name in ("wandb", "trackio") if importlib.util.find_spec(name))]
+    return [] if config.logger == "none" else [config.logger]
 
 
 def is_own_sampler(name: str) -> bool:

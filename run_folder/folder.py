@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import shutil
 from contextlib import suppress
 from fnmatch import fnmatch
@@ -36,9 +37,10 @@ GENERATED, RECORD, NEAREST = "generated", "samples.json", "nearest.json"
 PIPELINE_FOLDERS = ("unet", "scheduler", "text_encoder", "tokenizer")
 PUSHED = (PIPELINE, CONDITION_FILE, "conditional_pipeline.py", CARD, CONFIG, AUDIT, METRICS, TIMESTEPS)
 PUSHED += (RESULTS, BEST_SCORES, PICTURES)
+TRACKERS = "trackers.json"  # under which names trackers know the run
 NOT_PUSHED = (
     *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in PIPELINE_FOLDERS)),
-    *("evaluation_results.json", "evaluation_per_class.csv", REPORT),
+    *("evaluation_results.json", "evaluation_per_class.csv", REPORT, TRACKERS),
 )
 PIPELINE_STEP = "_step"  # in the pipeline's index, where diffusers passes over names that begin so
 ROUNDING = 0.001  # seconds, of the training time in a line of metrics
@@ -63,6 +65,7 @@ class RunFolder:
         self.best_scores_file = path / BEST_SCORES
         self.generated = path / GENERATED
         self.report_file = path / REPORT
+        self.trackers_file = path / TRACKERS
 
     def grid_file(self, step: int) -> Path:
         return self.samples / f"step-{step}.png"
@@ -109,6 +112,14 @@ class RunFolder:
     def read_timesteps(self) -> list[dict]:
         """Read what the timesteps did, by bin of log-SNR: a line for each one of metrics."""
         return read_lines(self.timesteps_file)
+
+    def tracker_id(self, tracker: str) -> str:
+        """Return the id under which a tracker knows this run; of a run that it does not know yet, a new one."""
+        known = json.loads(self.trackers_file.read_text(encoding="utf-8")) if self.trackers_file.exists() else {}
+        if tracker not in known:
+            known[tracker] = secrets.token_hex(4)
+            write_atomically(self.trackers_file, json.dumps(known) + "\n")
+        return known[tracker]
 
     def write_condition(self, condition: Condition) -> None:
         """Write the parts of the pipeline that a condition adds and that do not change during training."""

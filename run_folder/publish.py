@@ -1,20 +1,23 @@
-"""The model card of a run, and the push to the Hugging Face Hub.
+"""What of a run goes elsewhere: its model card, the push to the Hugging Face Hub, curves for trackers.
 
-A push comes last and must never cost the run: a failure is tried again or becomes one warning.
+None of it must ever cost the run: a push that fails is tried again, and what does not work becomes one warning.
 """
 
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import logging
+import os
 import re
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import quote
 
+import numpy as np
 from huggingface_hub import HfApi, ModelCard, ModelCardData, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import HFValidationError, httpx, validate_repo_id
@@ -22,9 +25,12 @@ from huggingface_hub.utils import HFValidationError, httpx, validate_repo_id
 from common.errors import UserError, reason_of, user_errors
 from common.files import write_atomically
 from common.options import values_of
+from run_folder.config import trackers_of
 from run_folder.folder import PICTURES, PIPELINE_FOLDERS, PUSHED, SAMPLES, RunFolder
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from run_folder.config import TrainingConfig
     from training.setup import TrainingState
 
@@ -250,3 +256,122 @@ def is_transient(error: BaseException | None) -> bool:
 
 def scrub(text: str, token: str | None) -> str:
     return text.replace(token, "***") if token else text
+
+
+# Trackers
+
+
+class TensorBoard:
+    """Curves in a folder of the run. Those of steps that will be repeated are dropped."""
+
+    name = "tensorboard"
+    failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
+
+    def __init__(self, config: TrainingConfig, last_step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        run = RunFolder(config.output_dir)
+        self.writer = SummaryWriter(run.path / config.logging_dir, purge_step=last_step + 1)
+        # As text: TensorBoard takes no lists or missing values as hyper-parameters.
+        self.writer.add_text("configuration", run.config_file.read_text(encoding="utf-8"), last_step)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def log_picture(self, name: str, picture: Image.Image, step: int) -> None:
+        self.writer.add_image(name, np.asarray(picture), step, dataformats="HWC")
+
+    def log_histogram(self, name: str, edges: np.ndarray, heights: np.ndarray, step: int) -> None:
+        middles, filled = (edges[1:] + edges[:-1]) / 2, np.append((heights > 0).nonzero()[0], 0)
+        # It would stretch the outermost bars that are not empty to a minimum and maximum beyond them.
+        values = {"min": edges[filled[0]], "max": edges[filled.max() + 1], "num": 1}
+        values |= {"sum": middles @ heights, "sum_squares": middles**2 @ heights}
+        values |= {"bucket_limits": edges[1:], "bucket_counts": heights}
+        self.writer.add_histogram_raw(name, **values, global_step=step)
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+class Wandb:
+    """Curves in wandb: a run there for each run here, however often that is resumed.
+
+    `step` is a value like the others, against which wandb draws them: its own count of steps takes none a second time,
+    and none of an earlier checkpoint that is measured later.
+    """
+
+    name = "wandb"
+    failures: ClassVar[tuple[type[Exception], ...]] = (Exception,)  # of a service elsewhere, of any kind
+
+    def __init__(self, config: TrainingConfig, last_step: int):
+        self.module, run = importlib.import_module(self.name), RunFolder(config.output_dir)
+        self.open(config, run, run.tracker_id(self.name), values_of(config, lambda facts: facts.saved))
+
+    def open(self, config: TrainingConfig, run: RunFolder, tracker_id: str, values: dict[str, object]) -> None:
+        """Open the run, with the configuration as fields."""
+        logs = Path(os.environ.get("WANDB_DIR", run.path / config.logging_dir))
+        logs.mkdir(parents=True, exist_ok=True)
+        self.run = self.module.init(
+            project=config.tracker_project_name,
+            id=tracker_id,
+            name=run.path.resolve().name,
+            dir=str(logs),
+            config=values,
+            resume="allow",
+            allow_val_change=True,  # a resumed run may be longer
+        )
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, values: dict[str, object], step: int) -> None:
+        self.run.log({"step": step, **values})
+
+    def log_picture(self, name: str, picture: Image.Image, step: int) -> None:
+        self.log({name: self.module.Image(picture)}, step)
+
+    def log_histogram(self, name: str, edges: np.ndarray, heights: np.ndarray, step: int) -> None:
+        self.log({name: self.module.Histogram(np_histogram=(heights, edges))}, step)
+
+    def finish(self) -> None:
+        self.run.finish()
+
+
+class Trackio(Wandb):
+    """Curves in trackio, which has wandb's calls but knows a run by its name."""
+
+    name = "trackio"
+
+    def open(self, config: TrainingConfig, run: RunFolder, tracker_id: str, values: dict[str, object]) -> None:
+        """Open the run, with the configuration as fields."""
+        name = f"{run.path.resolve().name}-{tracker_id}"
+        self.run = self.module.init(project=config.tracker_project_name, name=name, config=values, resume="allow")
+
+    def log(self, values: dict[str, object], step: int) -> None:
+        self.run.log(values, step=step)
+
+
+TRACKERS = {kind.name: kind for kind in (TensorBoard, Wandb, Trackio)}
+
+
+def open_trackers(config: TrainingConfig, names: list[str], last_step: int) -> list[TensorBoard | Wandb]:
+    """Open the trackers of these names; the run does without one that cannot be opened."""
+    trackers = []
+    for name in names:
+        try:
+            trackers.append(TRACKERS[name](config, last_step))
+        except TRACKERS[name].failures as error:
+            logger.warning("No curves in %s: %s", name, reason_of(error))
+    return trackers
+
+
+def log_evaluation(run: RunFolder, values: dict[str, float], step: int) -> None:
+    """Add what was measured of a checkpoint to the curves of its run in wandb and trackio."""
+    config = run.read_config()
+    config.output_dir = str(run.path)
+    for tracker in open_trackers(config, [name for name in trackers_of(config) if name != TensorBoard.name], step):
+        try:
+            tracker.log(values, step)
+            tracker.finish()
+        except tracker.failures as error:
+            logger.warning("Nothing measured of step %d is in %s: %s", step, tracker.name, reason_of(error))

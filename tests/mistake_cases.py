@@ -271,7 +271,7 @@ family("flags", "generate.py run", """
 """)
 family("flags", "evaluate.py", """
     --run_dri=run               :: --run_dir
-    --fake=images               :: --generated
+    --fake=images               :: nothing to measure against
                                 :: nothing to measure
     --generated=images          :: nothing to measure against
     --guidance_scales           :: --guidance_scales

@@ -87,6 +87,16 @@ def test_a_checkpoint_can_be_named(train, run, tmp_path):
     assert (again / "checkpoint-4.abandoned").is_dir()
 
 
+def test_a_named_one_must_be_there(train, run, tmp_path):
+    before = sorted(run.rglob("*"))
+    with pytest.raises(UserError, match="no such folder; .*run has checkpoint-2, checkpoint-4. Without the flag"):
+        train(run, *FLAGS, "--resume_from_checkpoint=checkpoint-3", "--max_train_steps=6")
+    assert sorted(run.rglob("*")) == before
+    with pytest.raises(UserError, match="other has no checkpoint"):
+        train(tmp_path / "other", *FLAGS, "--resume_from_checkpoint=checkpoint-3")
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_named_one_must_be_valid(train, run, tmp_path):
     (run / "checkpoint-2" / "state.json").write_text("{}")
     with pytest.raises(UserError, match="state.json is not what was written"):

@@ -22,8 +22,9 @@ from run_folder.config import (
 
 # The command of a reproduction on eight GPUs, as its author typed it.
 CIFAR10_COMMAND = """
-    --dataset_name=uoft-cs/cifar10 --resolution=32 --random_flip --output_dir=somewhere --train_batch_size=16
-    --num_epochs=2048 --use_ema --learning_rate=2e-4 --lr_scheduler=constant_with_warmup --lr_warmup_steps=5000
+    --dataset_name=uoft-cs/cifar10 --resolution=32 --center_crop --random_flip --output_dir=somewhere
+    --train_batch_size=16 --num_epochs=2048 --save_images_epochs=500 --gradient_accumulation_steps=1 --use_ema
+    --learning_rate=2e-4 --lr_scheduler=constant_with_warmup --lr_warmup_steps=5000
     --logger=tensorboard --checkpointing_steps=200000
 """
 
@@ -73,7 +74,7 @@ def test_flags_override_the_file(tmp_path):
 
 def test_the_names_of_diffusers_are_accepted():
     flags = """
-        --dataset_config_name=x --overwrite_output_dir --cache_dir=c --center_crop --eval_batch_size=4
+        --overwrite_output_dir --cache_dir=c --center_crop --eval_batch_size=4
         --dataloader_num_workers=0 --save_images_epochs=10 --save_model_epochs=10 --max_train_steps=5
         --gradient_accumulation_steps=2 --adam_epsilon=1e-8 --ema_warmup --ema_inv_gamma=1 --ema_power=0.75
         --push_to_hub --hub_token=t --hub_model_id=me/it --hub_private_repo --logging_dir=logs --mixed_precision=bf16
@@ -89,10 +90,10 @@ def test_the_names_of_diffusers_are_accepted():
     ("flags", "message"),
     [
         (["--resoluton=32"], "did you mean --resolution?"),
-        (["--lr_warmup", "5"], "did you mean --lr_warmup_steps?"),
+        (["--lr_warmup", "5"], "type --lr_warmup_steps with a number of steps"),
         (["--no_use_emma"], "did you mean --no_use_ema?"),
-        (["--batch_size=3"], "did you mean --train_batch_size?"),
-        (["--no_flip"], "did you mean --no_random_flip?"),
+        (["--batch_size=3"], "type --train_batch_size 3 for images per device"),
+        (["--no_flips"], "did you mean --no_random_flip?"),
         (["--no_adam_beta1"], "did you mean --adam_beta1?"),
         (["--prompt=a cat"], "validation_prompts is an option of train_conditional.py"),
         (["--output_dir="], "--output_dir: is empty"),

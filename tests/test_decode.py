@@ -261,9 +261,20 @@ def test_the_shorter_side_becomes_the_resolution(size, resized):
     np.testing.assert_array_equal(decode(encode(pixels), 3, 16, center_crop=True), cropped.transpose(2, 0, 1))
 
 
-def test_resizing_is_antialiased():
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_resizing_is_antialiased(interpolation):
     checkerboard = (np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)
-    assert np.abs(decode(encode(checkerboard), 1, 8).astype(int) - 127.5).max() < 10
+    assert np.abs(decode_image(encode(checkerboard), 1, 8, False, interpolation).astype(int) - 127.5).max() < 10
+
+
+def test_the_filter_can_be_that_of_the_diffusers_example():
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms.functional import resize
+
+    pixels = np.random.default_rng(4).integers(0, 256, (40, 50, 3), np.uint8)
+    expected = np.asarray(resize(Image.fromarray(pixels), 16, InterpolationMode.BILINEAR))
+    np.testing.assert_array_equal(decode_image(encode(pixels), 3, 16, False, "bilinear"), expected.transpose(2, 0, 1))
+    assert (decode(encode(pixels), 3, 16) != expected.transpose(2, 0, 1)).any()
 
 
 def test_resizing_does_not_bleed_transparent_colours():

@@ -15,6 +15,8 @@ from common.errors import UserError
 from common.files import save_safetensors
 from evaluation.evaluate_options import parse_evaluation
 from evaluation.statistics import Identity, named_statistics
+from image_data.decode import decode_image
+from run_folder.config import TrainingConfig
 
 COUNT = 24
 
@@ -137,6 +139,20 @@ def test_real_images_are_brought_to_the_size_of_the_generated(evaluate, generate
     expected = metrics_in(measure(evaluate, generated, prepared, tmp_path / "expected"))
     found = measure(evaluate, generated, write_folder(tmp_path / "wide", wide), tmp_path / "found")
     assert metrics_in(found) == expected
+
+
+def test_the_images_of_a_run_are_resized_as_for_its_training(tmp_path):
+    from evaluation.samples import training_images
+
+    folder = write_folder(tmp_path / "wide", draw_images(2, seed=2, size=(32, 64)))
+    seen = {}
+    for interpolation in ("bicubic", "bilinear"):
+        options = {"resolution": 16, "channels": "3", "interpolation": interpolation}
+        config = TrainingConfig(train_data_dir=str(folder), **options)
+        seen[interpolation] = images = training_images(config, "train", str(tmp_path / "cache"), 0)
+        expected = decode_image(images.files.read(0), 3, 16, True, interpolation)
+        np.testing.assert_array_equal(images.pixels(0), expected)
+    assert seen["bicubic"].fingerprint == seen["bicubic"].files.fingerprint != seen["bilinear"].fingerprint
 
 
 @pytest.mark.parametrize(("orientation", "quarter_turns"), [(6, 1), (9, 0)])
@@ -291,7 +307,7 @@ class TestErrors:
             ("--real=b --resolution=8 --save_statistics=c", "--save_statistics c: the file must be called"),
             ("--real=b --resolution=8 --save_statistics=c --num_images=10", "--num_images goes with --generated"),
             ("--real=b --resolution=8 --save_statistics=c --output_dir=x", "--output_dir goes with --generated"),
-            ("--samples=a", "unknown flag --samples; did you mean --generated?"),
+            ("--generate=a", "unknown flag --generate; did you mean --generated?"),
         ],
     )
     def test_flags(self, flags, message):

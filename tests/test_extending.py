@@ -12,7 +12,17 @@ import torch
 from PIL import Image
 
 from common.errors import UserError
-from common.options import POSITIVE, Range, facts_of, option, parse_options, read_config_file, section, values_of
+from common.options import (
+    POSITIVE,
+    Range,
+    facts_of,
+    habits,
+    option,
+    parse_options,
+    read_config_file,
+    section,
+    values_of,
+)
 from evaluation import metrics
 from evaluation.networks import FeatureNetwork
 from preparation.layouts import LAYOUTS, Photo, recognise
@@ -58,7 +68,7 @@ def test_a_beta_schedule_is_a_function_and_a_line(monkeypatch):
 
 @section("of a test")
 class OwnOptions:
-    width: float = option(1.5, "How wide.", POSITIVE, habits="breadth", aliases="wide", may_change=True)
+    width: float = option(1.5, "How wide.", POSITIVE, may_change=True)
     parts: list[str] = option([], "Which parts.", saved=False)
     even: int = option(2, "An even number.", Range("even", lambda value: value % 2 == 0))
 
@@ -68,7 +78,10 @@ class Own(OwnOptions):
     """All options of a script."""
 
 
-def test_an_option_is_a_field_with_its_facts(tmp_path, capsys):
+def test_an_option_is_a_field_with_its_facts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(habits()["accepted"], "wide", "width")
+    monkeypatch.setitem(habits()["answered"], "breadth", "type --width {value}")
+
     def parse(*arguments: str, from_file: dict[str, list[str]] | None = None) -> Own:
         return parse_options(Own, [*arguments], description="A test.", from_file=from_file)
 
@@ -77,7 +90,7 @@ def test_an_option_is_a_field_with_its_facts(tmp_path, capsys):
     for arguments, message in (
         (["--width=0"], "--width 0.0: must be greater than 0"),
         (["--even=3"], "--even 3: must be even"),
-        (["--breadth=2"], "unknown flag --breadth; did you mean --width"),
+        (["--breadth=2"], "unknown flag --breadth: type --width 2"),
     ):
         with pytest.raises(UserError, match=message):
             parse(*arguments)

@@ -63,6 +63,17 @@ def test_squares_and_channels(pets, run, tmp_path):
     assert not (tmp_path / "out" / "test").exists()
 
 
+def test_the_filter_is_one_of_the_settings_of_a_folder(pets, run, tmp_path):
+    run(pets, tmp_path / "out", "--resolution=8", "--interpolation=bilinear")
+    for image in manifest_of(tmp_path / "out")["images"]:
+        expected = decode_image((pets / image["source"]).read_bytes(), 3, 8, False, "bilinear")
+        np.testing.assert_array_equal(
+            decode_image((tmp_path / "out" / image["file"]).read_bytes(), 3, 8, False), expected
+        )
+    with pytest.raises(UserError, match="was prepared with interpolation bilinear and not bicubic"):
+        run(pets, tmp_path / "out", "--resolution=8")
+
+
 def test_without_a_resolution_plain_files_are_copied(pets, run, tmp_path):
     run(pets, tmp_path / "out", "--eval_fraction=0")
     for image in manifest_of(tmp_path / "out")["images"]:

@@ -88,10 +88,11 @@ def test_what_is_prepared_is_found_again(photos, prepare, monkeypatch, tmp_path)
     prepare(photos, resolution=4)
     prepare(photos, channels=1)
     prepare(photos, center_crop=True)
+    prepare(photos, interpolation="bilinear")
     prepare(photos, memory_limit_bytes=0)
-    assert len(decoded) == 5 * 12
+    assert len(decoded) == 6 * 12
     prepare(photos, memory_limit_bytes=0)
-    assert len(decoded) == 5 * 12
+    assert len(decoded) == 6 * 12
 
 
 def test_a_changed_file_is_decoded_anew(load, prepare, tmp_path):

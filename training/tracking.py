@@ -1,4 +1,4 @@
-"""The record of a run: the sums of a line of metrics, its two files, the bar, TensorBoard or wandb, and the clock."""
+"""The record of a run: the sums of a line of metrics, its two files, the bar, the trackers, and the clock."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from common.interruption import fault_point
 from common.processes import Processes
 from common.progress import progress_bar
 from image_data.batches import Batch
-from run_folder.config import TrainingConfig
+from run_folder.config import trackers_of
 from run_folder.folder import QUARTERS, RunFolder, read_lines
+from run_folder.publish import open_trackers
 from schedulers.timestep_samplers import LogSNRBins
 
 if TYPE_CHECKING:
@@ -139,13 +140,13 @@ class Tracking:
         self.processes, self.writes = run.processes, run.processes.is_main
         self.batch_size, self.logging_steps = run.sizes.total, config.logging_steps
         self.folder = RunFolder(config.output_dir)
-        self.tracker = None
+        self.trackers = []
         if self.writes:
             # A line in the middle of a window, at the end of a run that now goes on, is not to stay.
             last_line = state.step - (1 if state.window.steps and not run.over_at_start else 0)
             self.metrics = LineFile(self.folder.metrics_file, last_line)
             self.timesteps = LineFile(self.folder.timesteps_file, last_line)
-            self.tracker = open_tracker(config, last_line)
+            self.trackers = open_trackers(config, trackers_of(config), last_line)
         silent = not run.processes.is_local_main
         self.bar = progress_bar(total=run.total_steps, initial=state.step, desc="Steps", disable=silent)
         self.clock = Clock(state.train_seconds)
@@ -206,6 +207,7 @@ class Tracking:
             "lr": state.update.optimizer.param_groups[0]["lr"],
             **({} if state.update.ema is None else {"ema_decay": state.update.ema.get_current_decay()}),
             "images_per_second": steps * self.batch_size / seconds,
+            "images_per_second_per_device": steps * self.batch_size / seconds / self.processes.count,
             "data_wait_share": data_seconds / seconds,
             # Samplers that do not learn take next to none of the time.
             **({"timestep_sampler_share": sampler_seconds / seconds} if state.loss.sampler.adapts else {}),
@@ -221,7 +223,7 @@ class Tracking:
         fault_point("metrics")
         self.timesteps.append(when | timesteps)
         values = {**metrics, "train_seconds": state.train_seconds}
-        self._to_tracker(lambda tracker: tracker.log(values, step=state.step))
+        self._to_trackers(lambda tracker: tracker.log(values, state.step))
         shown = {"loss": f"{metrics['loss']:.4f}", "lr": f"{metrics['lr']:.2e}", "step": state.step}
         if "ema_decay" in metrics:
             shown["ema_decay"] = f"{metrics['ema_decay']:.4f}"
@@ -230,15 +232,11 @@ class Tracking:
         self.bar.set_postfix(shown, refresh=False)
 
     def log_picture(self, name: str, picture: Image.Image, step: int) -> None:
-        if self.tracker is not None and self.tracker.name == "tensorboard":
-            pixels = np.asarray(picture)
-            self._to_tracker(lambda tracker: tracker.writer.add_image(name, pixels, step, dataformats="HWC"))
-        else:
-            self._to_tracker(lambda tracker: tracker.log_images({name: [picture]}, step=step))
+        self._to_trackers(lambda tracker: tracker.log_picture(name, picture, step))
 
     def log_timesteps(self, state: TrainingState) -> None:
         """Show what a sampler does as histograms: its density over t; over log-SNR that, its signals, and the loss."""
-        if self.tracker is None:
+        if not self.trackers:
             return
         density, bins = state.loss.sampler.describe(), state.window.bins
         edges = np.linspace(0, len(density), min(DENSITY_BINS, len(density)) + 1).round()
@@ -254,55 +252,20 @@ class Tracking:
             self._log_histogram(f"log_snr/{name}", edges, heights, state.step)
 
     def _log_histogram(self, name: str, edges: np.ndarray, heights: np.ndarray, step: int) -> None:
-        def write(tracker) -> None:
-            if tracker.name == "tensorboard":
-                middles, filled = (edges[1:] + edges[:-1]) / 2, np.append((heights > 0).nonzero()[0], 0)
-                # It would stretch the outermost bars that are not empty to a minimum and maximum beyond them.
-                values = {"min": edges[filled[0]], "max": edges[filled.max() + 1], "num": 1}
-                values |= {"sum": middles @ heights, "sum_squares": middles**2 @ heights}
-                values |= {"bucket_limits": edges[1:], "bucket_counts": heights}
-                tracker.writer.add_histogram_raw(name, **values, global_step=step)
-            else:
-                import wandb
+        self._to_trackers(lambda tracker: tracker.log_histogram(name, edges, heights, step))
 
-                tracker.log({name: wandb.Histogram(np_histogram=(heights, edges))}, step=step)
-
-        self._to_tracker(write)
-
-    def _to_tracker(self, action: Callable) -> None:
-        """Write to the tracker. Curves are worth less than the run: if they cannot be written, they end."""
-        if self.tracker is None:
-            return
-        try:
-            action(self.tracker)
-        except OSError as error:
-            logger.warning("No more curves in %s: %s", self.tracker.name, reason_of(error))
-            self.tracker = None
+    def _to_trackers(self, action: Callable) -> None:
+        """Write to the trackers. Curves are worth less than the run: if they cannot be written, they end."""
+        for tracker in [*self.trackers]:
+            try:
+                action(tracker)
+            except tracker.failures as error:
+                logger.warning("No more curves in %s: %s", tracker.name, reason_of(error))
+                self.trackers.remove(tracker)
 
     def close(self) -> None:
         self.bar.close()
-        self._to_tracker(lambda tracker: tracker.finish())
-
-
-def open_tracker(config: TrainingConfig, step: int):
-    """Open accelerate's tracker for TensorBoard or wandb. Curves of steps that will be repeated are dropped."""
-    if config.logger == "none":
-        return None
-    from accelerate.tracking import TensorBoardTracker, WandBTracker
-
-    output_dir = Path(config.output_dir)
-    if config.logger == "tensorboard":
-        tracker = TensorBoardTracker("", output_dir / config.logging_dir, purge_step=step + 1)
-    else:
-        tracker = WandBTracker(config.tracker_project_name, name=output_dir.name, dir=str(output_dir))
-    try:
-        tracker.start()
-        # As text: TensorBoard takes no lists or missing values as hyper-parameters.
-        tracker.log({"configuration": RunFolder(output_dir).config_file.read_text(encoding="utf-8")}, step=step)
-    except OSError as error:
-        logger.warning("No curves in %s: %s", tracker.name, reason_of(error))
-        return None
-    return tracker
+        self._to_trackers(lambda tracker: tracker.finish())
 
 
 def describe_timesteps(state: TrainingState, sums: Sums) -> dict:
