@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Measure images as papers do: FID, KID, Inception Score, precision and recall, in one pass of one network.
 
-python evaluate.py --run_dir runs/demo --num_images 1000
+python evaluate.py runs/demo --num_images 1000
 python evaluate.py --generated samples --dataset_name uoft-cs/cifar10 --output_dir results
-accelerate launch --num_processes 4 evaluate.py --run_dir runs/cifar10 --num_images 50000
+accelerate launch --num_processes 4 evaluate.py runs/cifar10 --num_images 50000
 """
 
 import logging

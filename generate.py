@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Generate images, one for each seed: the same for the same seed, on any number of processes.
 
-python generate.py --ddpm
+python generate.py runs/cifar10
 accelerate launch --num_processes 8 generate.py runs/cifar10 --num_images 50000 --ddim --num_inference_steps 100
 """
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Make a split image folder out of a clone, an archive or a folder of photos, or check what is in one.
 
-python prepare_data.py sysu-shape-dataset --output data/sysu --resolution 64
+python prepare_data.py sysu-shape-dataset --output_dir data/sysu --resolution 64
 python prepare_data.py --check animals10.zip --resolution 64
 """
 
@@ -47,7 +47,9 @@ def main() -> None:
             healthy = (check if options.check else prepare)(options, source, output)
     except OSError as error:  # a full or failing disk is not this program's mistake
         where = f" ({error.filename})" if error.filename else ""
-        raise UserError(f"--output {output}: {error.strerror or error}{where}; the same command continues") from error
+        raise UserError(
+            f"--output_dir {output}: {error.strerror or error}{where}; the same command continues"
+        ) from error
     if options.check:
         sys.exit(0 if healthy else 1)
 
@@ -59,7 +61,7 @@ def held(output: Path) -> Iterator[None]:
 
     was_there, was_locked = output.is_dir(), (output / LOCK_FILE).exists()
     make_folder(output)
-    lock(output, "--output")
+    lock(output, "--output_dir")
     before = {entry.name for entry in output.iterdir()}
     try:
         yield

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError, run_script, say, user_errors
-from common.options import option, parse_options, section
+from common.options import ConfigOptions, option, parse_options, section
 
 
 @section("report")
@@ -22,7 +22,7 @@ class ReportOptions:
 
 
 @dataclass
-class Options(ReportOptions):
+class Options(ConfigOptions, ReportOptions):
     """All options of this script."""
 
 

@@ -3,7 +3,7 @@
 
 python visualize.py --schedules linear cosine
 python visualize.py --timestep_sampler my_sampler.py:MySampler
-python visualize.py --run_dir runs/cifar10
+python visualize.py runs/cifar10
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import ClassVar, get_args, get_type_hints
 
 from common.errors import UserError, run_script, user_errors
 from common.files import first_existing
-from common.options import LARGEST_INT, RESOLUTION, from_to, option, parse_options, section
+from common.options import LARGEST_INT, RESOLUTION, ConfigOptions, from_to, names_flag, option, parse_options, section
 from run_folder.config import DiffusionOptions, TrainingConfig, check_timestep_sampler, is_own_sampler
 
 
@@ -24,7 +24,11 @@ class PictureOptions:
         ["linear", "cosine"], "Beta schedules to compare, by any name that training knows.", not_with="run_dir"
     )
     ddpm_num_steps: int = option(1000, "T, the number of diffusion steps.", from_to(2, 1_000_000), not_with="run_dir")
-    run_dir: str | None = option(None, "Draw this run instead: densities and losses, and its samples over the steps.")
+    run_dir: str | None = option(
+        None,
+        "Draw this run instead: densities and losses, and its samples over the steps. May be given as the first word.",
+        positional=True,
+    )
     timestep_sampler: str | None = option(
         None, "A sampler of your own, my_file.py:MySampler, to draw as well; with --run_dir the one that the run used."
     )
@@ -50,14 +54,20 @@ class DissolvingOptions:
 
 
 @dataclass
-class Options(DissolvingOptions, PictureOptions):
+class Options(ConfigOptions, DissolvingOptions, PictureOptions):
     """All options of this script."""
 
 
 def parse(arguments: list[str]) -> Options:
     """Return the options; raise for a schedule that is not known."""
-    description = "Draw schedules, timestep samplers and loss weights, or with --run_dir how a run fared."
-    options = parse_options(Options, arguments, description=description)
+    description = "Draw schedules, timestep samplers and loss weights, or how a run fared."
+    usage = "%(prog)s [RUN] [--flag value ...]"
+    options = parse_options(Options, arguments, description=description, usage=usage)
+    if options.timestep_sampler is not None and not names_flag(arguments, "timestep_sampler"):
+        raise UserError(
+            f"--config {options.config}: names code, {options.timestep_sampler}, which is only run if you name it: if "
+            f"you trust that file, add --timestep_sampler {options.timestep_sampler}"
+        )
     known = get_args(get_type_hints(DiffusionOptions)["ddpm_beta_schedule"])
     for name in options.schedules:
         if name not in known:

@@ -30,6 +30,7 @@ class Range(NamedTuple):
     accepts: Callable[[float], bool]
 
 
+VERSION = "0.1.0"
 LARGEST_INT = 2**63 - 1  # that fits into a tensor
 FINITE = Range("a finite number", math.isfinite)
 STORABLE = Range(f"at most {LARGEST_INT}", lambda value: -LARGEST_INT <= value <= LARGEST_INT)
@@ -84,6 +85,13 @@ def section(heading: str, **facts) -> Callable[[type], type]:
         return dataclass(kind)
 
     return make
+
+
+@section("configuration file")
+class ConfigOptions:
+    """The option that every script has."""
+
+    config: str | None = option(None, "YAML file with any of these options; flags override it.", saved=False)
 
 
 def sections_of(kind: type) -> list[type]:
@@ -159,6 +167,8 @@ def parse_options(
 ) -> Options:
     """Return the options with `arguments` over `from_file` over the defaults, each in its range and with an effect."""
     facts, arguments = facts_of(kind), in_own_names(arguments, kind)
+    if from_file is None and (file := value_of_flag(arguments, "config", "the name of a YAML file")) is not None:
+        from_file = read_config_file(Path(file).expanduser(), kind)
     for name in facts:
         if facts[name].positional and arguments and not arguments[0].startswith("-"):
             if is_given(arguments, name):
@@ -256,17 +266,17 @@ def _make_parser(kind: type, description: str = "", usage: str = "") -> argparse
     """Return a parser that reports a mistake in one line and does not guess at abbreviations."""
     from transformers import HfArgumentParser
 
-    class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
         """Help without the spellings with hyphens, which work too, and without defaults that are None."""
 
         def _format_action_invocation(self, action: argparse.Action) -> str:
             names = ", ".join(name for name in action.option_strings if "-" not in name.lstrip("-"))
-            return f"{names} {{{','.join(map(str, action.choices))}}}" if action.choices else names
+            return f"{names} {value_name(action)}".strip()
 
         def _get_help_string(self, action: argparse.Action) -> str | None:
             if action.option_strings[0].startswith("--no_"):
-                return f"Not --{action.dest}."
-            nothing = action.default is None or action.default == []
+                return f"Turn --{action.dest} off."
+            nothing = action.default is None or action.default is False or action.default == []
             return action.help if nothing else super()._get_help_string(action)
 
     class Parser(HfArgumentParser):
@@ -281,14 +291,41 @@ def _make_parser(kind: type, description: str = "", usage: str = "") -> argparse
         def error(self, message: str) -> NoReturn:
             raise UserError(f"{message} (see --help)")
 
-    return Parser(
+    parser = Parser(
         sections_of(kind),
         allow_abbrev=False,
         prog=Path(sys.argv[0]).name,
         usage=usage,
         description=description,
+        epilog=examples(),
         formatter_class=HelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"exact-ddpm {VERSION}", help="Print the version.")
+    return parser
+
+
+def value_name(action: argparse.Action) -> str:
+    """Name the values that a flag takes, for the help."""
+    if action.nargs == 0 or isinstance(action.const, bool):
+        return ""
+    if action.choices:
+        name = f"{{{','.join(map(str, action.choices))}}}"
+    elif action.type in (int, float):
+        name = "N" if action.type is int else "X"
+    elif re.search("_dir$|^(generated|real|compare|source|run|runs|model)$", action.dest):
+        name = "FOLDER"
+    elif re.search("_file$|^(config|statistics|save_statistics|inception_weights|output)$", action.dest):
+        name = "FILE"
+    else:
+        name = "NAME" if re.search("name|column|split|scheduler|encoder|features|model_id", action.dest) else "VALUE"
+    return f"{name} [{name} ...]" if action.nargs in ("+", "*") else name
+
+
+def examples() -> str:
+    """Return the commands in the docstring of the script, for the end of its help."""
+    lines = (getattr(sys.modules["__main__"], "__doc__", None) or "").splitlines()
+    commands = [f"  {line}" for line in lines if line.startswith(("python ", "accelerate ", "torchrun "))]
+    return "\n".join(["examples:", *commands]) if commands else ""
 
 
 def value_of_flag(arguments: list[str], name: str, what: str) -> str | None:

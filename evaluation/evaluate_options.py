@@ -12,6 +12,7 @@ from common.options import (
     NUM_WORKERS,
     POSITIVE,
     RESOLUTION,
+    ConfigOptions,
     facts_of,
     from_to,
     option,
@@ -28,8 +29,12 @@ Mode = Literal["legacy_tensorflow", "clean", "legacy_pytorch"]
 
 @section("what is measured: images, or every checkpoint of a run")
 class ImagesOptions:
+    run_dir: str | None = option(
+        None,
+        "A run: its checkpoints are measured, each with images generated for it. May be given as the first word.",
+        positional=True,
+    )
     generated: str | None = option(None, "Generated images: a folder of image or parquet files, or an .npz.")
-    run_dir: str | None = option(None, "A run: its checkpoints are measured, each with images generated for it.")
     compare: list[str] = option([], "Two or more runs that have been measured: curves in one plot, times to equal FID.")
     num_images: int | None = option(
         None,
@@ -112,13 +117,15 @@ class OutputOptions:
         None, "Folder of tables and curves (default: the run's; of --compare 'comparison'; images: only printed)."
     )
     cache_dir: str | None = option(None, "Folder for weights, statistics and data (default: ~/.cache/exact-ddpm).")
-    dataloader_num_workers: int | None = option(
+    num_workers: int | None = option(
         None, "Processes that decode images (default: min(4, usable cores / processes on this machine)).", NUM_WORKERS
     )
 
 
 @dataclass
-class EvaluationOptions(OutputOptions, FeatureOptions, ReferenceOptions, RunOptions, SamplerOptions, ImagesOptions):
+class EvaluationOptions(
+    ConfigOptions, FeatureOptions, SamplerOptions, RunOptions, OutputOptions, ReferenceOptions, ImagesOptions,
+):  # fmt: skip
     """All options of an evaluation."""
 
     allow_tf32: ClassVar[bool] = False  # numbers are compared
@@ -130,6 +137,7 @@ def parse_evaluation(arguments: list[str]) -> EvaluationOptions:
         EvaluationOptions,
         arguments,
         description="FID, KID, Inception Score, precision, recall, density, coverage, from one pass over the images.",
+        usage="%(prog)s [RUN] [--flag value ...]",
     )
     validate(options)
     return options
@@ -146,7 +154,7 @@ def validate(options: EvaluationOptions) -> None:
     if len(references) > 1:
         raise UserError(f"{' and '.join(references)}: name one reference")
     if not named and not options.save_statistics:
-        raise UserError("nothing to measure: name images with --generated or a run with --run_dir")
+        raise UserError("nothing to measure: name a run, as in evaluate.py runs/cifar10, or images with --generated")
     if len(options.compare) == 1:
         raise UserError("--compare needs two runs or more")
     if not references and not options.run_dir and not options.compare:
@@ -155,7 +163,7 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError("--save_statistics without --generated: say with --resolution what size to bring the images to")
     for name in () if named else ("num_images", "output_dir"):
         if getattr(options, name) is not None:
-            raise UserError(f"--{name} goes with --generated or --run_dir; --save_statistics alone measures no images")
+            raise UserError(f"--{name} goes with a run or --generated; --save_statistics alone measures no images")
     if options.save_statistics and (len(options.modes) > 1 or options.statistics):
         raise UserError("--save_statistics holds real images in one of the --modes: name one, and no --statistics")
     if options.save_statistics and Path(options.save_statistics).suffix != ".safetensors":
@@ -169,10 +177,10 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError(f"--modes {' '.join(options.modes)}: one of them is named twice")
     for name, facts in {**facts_of(RunOptions), **facts_of(SamplerOptions)}.items():
         if getattr(options, name) != facts.default and not options.run_dir:
-            raise UserError(f"--{name} goes with --run_dir")
+            raise UserError(f"--{name} goes with a run, as in evaluate.py runs/cifar10")
     for name, facts in facts_of(EvaluationOptions).items() if options.compare else ():
-        if name not in ("compare", "output_dir") and getattr(options, name) != facts.default:
-            raise UserError(f"--{name} goes with --generated or --run_dir; --compare reads what has been measured")
+        if name not in ("compare", "output_dir", "config") and getattr(options, name) != facts.default:
+            raise UserError(f"--{name} goes with a run or --generated; --compare reads what has been measured")
     if options.run_dir and options.resolution:
         raise UserError("--resolution: the real images are brought to the resolution of the run")
     # Before networks are loaded, which can take a minute.

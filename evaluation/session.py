@@ -43,7 +43,7 @@ class Session:
         self, options: EvaluationOptions, networks: list[FeatureNetwork], cache_dir: Path, processes: Processes
     ):
         self.options, self.processes, self.cache_dir = options, processes, cache_dir
-        workers = options.dataloader_num_workers
+        workers = options.num_workers
         workers = default_num_workers(processes.local_count) if workers is None else workers
         self.extractor = FeatureExtractor(networks, options.feature_batch_size, workers, processes, options.compile)
         self.run = RunFolder(Path(options.run_dir).expanduser()) if options.run_dir else None

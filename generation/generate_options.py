@@ -5,7 +5,17 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from common.errors import UserError
-from common.options import LARGEST_INT, NOT_NEGATIVE, POSITIVE, UP_TO_ONE, from_to, option, parse_options, section
+from common.options import (
+    LARGEST_INT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    UP_TO_ONE,
+    ConfigOptions,
+    from_to,
+    option,
+    parse_options,
+    section,
+)
 from generation.methods import SHORT_SAMPLING, chosen_method
 
 DEFAULT_IMAGES = 64
@@ -144,7 +154,9 @@ class SpeedOptions:
 
 
 @dataclass
-class GenerationOptions(SpeedOptions, OutputOptions, ConditionOptions, ImageOptions, SamplerOptions, ModelOptions):
+class GenerationOptions(
+    ConfigOptions, SpeedOptions, OutputOptions, ConditionOptions, SamplerOptions, ImageOptions, ModelOptions,
+):  # fmt: skip
     """All options of generate.py."""
 
     @property
@@ -156,7 +168,7 @@ class GenerationOptions(SpeedOptions, OutputOptions, ConditionOptions, ImageOpti
 def parse_generation(arguments: list[str]) -> GenerationOptions:
     """Return the options of generate.py; raise for values that make no sense whatever the model is."""
     description = "One image for each seed: the same for the same seed, on any number of processes."
-    usage = "%(prog)s [model] [--flag value ...]"
+    usage = "%(prog)s [MODEL] [--flag value ...]"
     options = parse_options(GenerationOptions, arguments, description=description, usage=usage)
     chosen_method(options)
     seeds, interval = seeds_of(options), options.guidance_interval

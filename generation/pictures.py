@@ -137,5 +137,5 @@ def find_compared(model: SavedModel, options: OutputOptions) -> Compared:
         raise UserError("--nearest: the model is not of a run; name its images with --dataset_name or --train_data_dir")
     if height != width:
         raise UserError("--nearest: compares square images only")
-    config = replace(config, resolution=height, channels=str(channels), dataloader_num_workers=None)
+    config = replace(config, resolution=height, channels=str(channels), num_workers=None)
     return config, load_images(config)

@@ -45,7 +45,7 @@ class DataOptions:
     )
     center_crop: bool = option(False, "Crop at the centre instead of at random.")
     random_flip: bool = option(True, "Flip images horizontally at random.")
-    dataloader_num_workers: int | None = option(
+    num_workers: int | None = option(
         None,
         "Processes that decode images (default: min(4, usable cores / processes on this machine)).",
         NUM_WORKERS,

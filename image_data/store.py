@@ -60,7 +60,7 @@ def load_training_images(
     """
     channels = source.detect_channels() if options.channels == "auto" else int(options.channels)
     decoder = ImageDecoder(source, channels, options.resolution, options.center_crop, options.interpolation)
-    num_workers = options.dataloader_num_workers
+    num_workers = options.num_workers
     if num_workers is None:
         num_workers = default_num_workers(processes.local_count if processes else 1)
     in_memory = _estimate_bytes(decoder) <= options.in_memory_limit_gb * 2**30

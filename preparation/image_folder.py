@@ -136,7 +136,7 @@ class PreparedFolder:
             if first is None:
                 return
             found = f"is not empty ({printable(first.relative_to(path).parts[0])}) and was not made by this script"
-            raise UserError(f"--output {path}: {found}; name a new folder")
+            raise UserError(f"--output_dir {path}: {found}; name a new folder")
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             # Not every manifest says how photos were resized: once there was one way.
@@ -144,14 +144,14 @@ class PreparedFolder:
             _ = [image["file"] for image in manifest["images"]]
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             reason = reason_of(error)
-            raise UserError(f"--output {path}: {MANIFEST} cannot be read ({reason}); name a new folder") from error
+            raise UserError(f"--output_dir {path}: {MANIFEST} cannot be read ({reason}); name a new folder") from error
         if first is None:
             return  # an earlier call was ended before its first image
         self.manifest = manifest
         differing = [name for name in settings if before.get(name) != settings[name]]
         if differing:
             changes = ", ".join(f"{name} {before.get(name)} and not {settings[name]}" for name in differing)
-            raise UserError(f"--output {path}: was prepared with {changes}; name another folder, or delete this one")
+            raise UserError(f"--output_dir {path}: was prepared with {changes}; name another one, or delete it")
 
     def is_complete(self) -> bool:
         """Return whether an earlier call came to its end, and everything it made is there."""
@@ -210,7 +210,7 @@ class PreparedFolder:
             return Outcome(None, made=False, reason="too large for the memory of this machine")
         except OSError as error:
             found = f"cannot be written to ({error.strerror or error}); make room there"
-            raise UserError(f"--output {self.path}: {found}, then give the same command again") from error
+            raise UserError(f"--output_dir {self.path}: {found}, then give the same command again") from error
         return Outcome(suffix, made=True)
 
     def _write_tables(self, rows: dict[str, list[dict[str, object]]]) -> None:

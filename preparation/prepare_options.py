@@ -1,17 +1,28 @@
 """The options of prepare_data.py."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from common.errors import UserError
 from common.machine import default_num_workers
-from common.options import BELOW_ONE, LARGEST_INT, NUM_WORKERS, RESOLUTION, from_to, option, parse_options, section
+from common.options import (
+    BELOW_ONE,
+    LARGEST_INT,
+    NUM_WORKERS,
+    RESOLUTION,
+    ConfigOptions,
+    from_to,
+    option,
+    parse_options,
+    section,
+)
 from image_data.data_options import INTERPOLATION
 
 
 @section("preparation")
-class PrepareOptions:
+class PreparationOptions:
     source: str | None = option(
         None,
         "Folder or archive (zip, tar): SYSU-Shape, Animals-10, DTD, class folders, train/ and test/, "
@@ -19,7 +30,7 @@ class PrepareOptions:
         saved=False,
         positional=True,
     )
-    output: str | None = option(
+    output_dir: str | None = option(
         None, "Folder to make; with --check, for the report (default: runs/check-<source>).", saved=False
     )
     check: bool = option(False, "Report on the source instead; exit code 1 if something in it would hurt.", saved=False)
@@ -52,13 +63,18 @@ class PrepareOptions:
     num_workers: int = option(default_num_workers(1), "Processes that read and write images.", NUM_WORKERS, saved=False)
 
 
+@dataclass
+class PrepareOptions(ConfigOptions, PreparationOptions):
+    """All options of prepare_data.py."""
+
+
 def parse_prepare_options(arguments: list[str]) -> PrepareOptions:
     """Return the options of prepare_data.py; raise for what no preparation can be."""
     options = parse_options(
         PrepareOptions,
         sorted(arguments, key=lambda argument: argument == "--check"),  # last, so that the source may follow it
         description="Splits and resizes a collection of photos into an image folder, or reports on it.",
-        usage="%(prog)s [--check] SOURCE [--output DIR] [--flag value ...]",
+        usage="%(prog)s [--check] SOURCE [--output_dir FOLDER] [--flag value ...]",
     )
     if options.captions is not None and "{class}" not in options.captions:
         raise UserError(f"--captions '{options.captions}': must say where the class goes, as 'a photo of a {{class}}'")
@@ -71,17 +87,17 @@ def parse_prepare_options(arguments: list[str]) -> PrepareOptions:
 def folders_of(options: PrepareOptions) -> tuple[Path, Path]:
     """Return where the photos are, and where the result goes."""
     if not options.source:
-        raise UserError("name the photos: prepare_data.py SOURCE --output DIR, or prepare_data.py --check SOURCE")
+        raise UserError("name the photos: prepare_data.py SOURCE --output_dir FOLDER, or --check SOURCE")
     source = Path(options.source).expanduser()
     real_source = Path(os.path.realpath(source))
     if not os.path.exists(source):
         raise UserError(f"{source}: there is no such folder or archive that can be read ({real_source})")
     if not os.path.isdir(source) and not os.path.isfile(source):
         raise UserError(f"{source}: is neither a folder nor a file, so it cannot be read")  # a pipe, a device
-    if not options.output and not options.check:
-        raise UserError("--output: name the folder to make, or use --check to look at the photos only")
-    output = Path(options.output or f"runs/check-{real_source.stem}").expanduser()
+    if not options.output_dir and not options.check:
+        raise UserError("--output_dir: name the folder to make, or use --check to look at the photos only")
+    output = Path(options.output_dir or f"runs/check-{real_source.stem}").expanduser()
     real_output = Path(os.path.realpath(output))
     if real_output == real_source or real_output in real_source.parents:
-        raise UserError(f"--output {output}: must not be the folder of the photos itself, or one around it")
+        raise UserError(f"--output_dir {output}: must not be the folder of the photos itself, or one around it")
     return source, output

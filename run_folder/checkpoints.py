@@ -214,7 +214,7 @@ def find_checkpoint(config: TrainingConfig) -> Path | None:
     wanted, output_dir = config.resume_from_checkpoint, Path(config.output_dir)
     if wanted not in ("none", "latest"):
         return _named_checkpoint(config)
-    if wanted == "none" or config.overwrite_output_dir:
+    if wanted == "none" or config.overwrite:
         return None
     return _newest_valid(output_dir)
 
@@ -239,7 +239,7 @@ def _newest_valid(output_dir: Path) -> Path | None:
         raise UserError(
             f"--output_dir {output_dir}: none of its checkpoints is whole "
             f"({'; '.join(f'{folder.name}: {reason}' for folder, reason in damaged.items())}), and nothing of the run "
-            f"was changed; put a whole one there, or start anew with --overwrite_output_dir, which deletes the run"
+            f"was changed; put a whole one there, or start anew with --overwrite, which deletes the run"
         )
     return None
 
@@ -260,15 +260,15 @@ def _named_checkpoint(config: TrainingConfig) -> Path:
     step = read_file(folder, STATE)["step"]
     if folder.resolve().parent != output_dir.resolve():
         # Where the run begins. Once it has checkpoints of its own, the same command continues it.
-        own = None if config.overwrite_output_dir else _newest_valid(output_dir)
+        own = None if config.overwrite else _newest_valid(output_dir)
         if own is not None and step_of(own) <= step:
             raise UserError(
                 f"--resume_from_checkpoint {wanted}: {output_dir} holds another run, with {own.name}; choose another "
-                f"--output_dir, or delete that run with --overwrite_output_dir"
+                f"--output_dir, or delete that run with --overwrite"
             )
         return own or folder
-    if config.overwrite_output_dir:
-        raise UserError(f"--resume_from_checkpoint {wanted}: --overwrite_output_dir would delete it")
+    if config.overwrite:
+        raise UserError(f"--resume_from_checkpoint {wanted}: --overwrite would delete it")
     # Later checkpoints are of another branch now, and must not be taken for the newest.
     for later in checkpoints(output_dir):
         if step_of(later) > step:
@@ -326,7 +326,7 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
     if other_task and same_run:
         raise UserError(
             f"{folder.parent} holds a run with other settings ({'; '.join(other_task)}): choose another --output_dir, "
-            f"delete it with --overwrite_output_dir, or name the checkpoint with --resume_from_checkpoint to go on"
+            f"delete it with --overwrite, or name the checkpoint with --resume_from_checkpoint to go on"
         )
     if changed:
         logger.warning(
@@ -343,7 +343,7 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
     except (RuntimeError, FileNotFoundError, KeyError, ValueError) as error:
         raise UserError(
             f"{folder} does not fit this configuration ({reason_of(error)}); use the configuration it was made with, "
-            f"another --output_dir, or --overwrite_output_dir"
+            f"another --output_dir, or --overwrite"
         ) from error
     state.load_numbers(numbers)
 

@@ -23,6 +23,7 @@ from common.options import (
     NUM_STEPS,
     POSITIVE,
     UP_TO_ONE,
+    ConfigOptions,
     Options,
     facts_of,
     from_to,
@@ -274,7 +275,7 @@ class OutputOptions:
     output_dir: str = option(
         "runs/ddpm", "The run: configuration, metrics, samples, checkpoints, final pipeline.", saved=False
     )
-    overwrite_output_dir: bool = option(
+    overwrite: bool = option(
         False, "Delete a run that is already there; if torchrun or SLURM starts the job again, it goes on.", saved=False
     )
     resume_from_checkpoint: str = option(
@@ -322,13 +323,12 @@ class SystemOptions:
     allow_tf32: bool = option(False, "Allow TF32 matrix products on GPUs that have them.")
     compile: bool = option(False, "Compile the network before the first step, which takes minutes once.")
     dry_run: bool = option(False, "Print the configuration and the audit against the paper, then stop.", saved=False)
-    config: str | None = option(None, "YAML file with any of these options; flags override it.", saved=False)
 
 
 @dataclass
 class TrainingConfig(
-    SystemOptions, HubOptions, OutputOptions, LengthOptions, EMAOptions, OptimizerOptions,
-    TimestepOptions, DiffusionOptions, NetworkOptions, DataOptions,
+    ConfigOptions, HubOptions, TimestepOptions, DiffusionOptions, NetworkOptions, EMAOptions, OptimizerOptions,
+    SystemOptions, LengthOptions, OutputOptions, DataOptions,
 ):  # fmt: skip
     """All options of a training run."""
 
@@ -355,7 +355,7 @@ def parse_conditional_config(arguments: list[str]) -> ConditionalConfig:
 
 def parse(kind: type[Options], arguments: list[str], digits: Path) -> Options:
     """Return flags over the YAML file over the defaults; `digits` is the file if the flags name neither it nor data."""
-    arguments = in_own_names(arguments, ConditionalConfig)
+    arguments = in_own_names(with_first_word(arguments), ConditionalConfig)
     named = value_of_flag(arguments, "config", "the name of a YAML file")
     names_data = names_flag(arguments, "dataset_name") or names_flag(arguments, "train_data_dir")
     file = digits if named is None and not names_data else named
@@ -363,6 +363,7 @@ def parse(kind: type[Options], arguments: list[str], digits: Path) -> Options:
     if "config" in from_file:
         raise UserError(f"--config {file}: names another file, {from_file['config'][0]}; name that one alone")
     description = f"The defaults are the paper's. Without data and without a file, configs/{digits.name} is used."
+    usage = "%(prog)s [DATA | FILE.yaml] [--flag value ...]"
     typed = {name for name in facts_of(ConditionalConfig) if is_given(arguments, name)}
     with naming_the_file(file, from_file.keys() - typed):
         for name in facts_of(ConditioningOptions):
@@ -370,18 +371,39 @@ def parse(kind: type[Options], arguments: list[str], digits: Path) -> Options:
                 raise UserError(f"{name} is an option of train_conditional.py")
             if kind is TrainingConfig and name in from_file:
                 raise UserError(f"--{name}: is an option of train_conditional.py")
-        config = parse_options(kind, arguments, description=description, from_file=from_file)
+        config = parse_options(kind, arguments, description=description, usage=usage, from_file=from_file)
         if is_own_sampler(config.timestep_sampler) and not names_flag(arguments, "timestep_sampler"):
             raise UserError(
                 f"--config {named}: names code, {config.timestep_sampler}, which is only run if you name it: if you "
                 f"trust that file, add --timestep_sampler {config.timestep_sampler}"
             )
         if any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")):
-            config.overwrite_output_dir = False  # it was done when the job was started for the first time
+            config.overwrite = False  # it was done when the job was started for the first time
         validate(config)
         if kind is ConditionalConfig:
             validate_condition(config)
     return config
+
+
+def with_first_word(arguments: list[str]) -> list[str]:
+    """Give the first word of a command line its flag: it is the data, or the YAML file of a recipe."""
+    if not arguments or arguments[0].startswith("-"):
+        return arguments
+    word, path = arguments[0], Path(arguments[0]).expanduser()
+    if path.suffix in (".yaml", ".yml"):
+        name = rival = "config"
+    else:
+        name, rival = ("train_data_dir", "dataset_name") if holds_photos(path) else ("dataset_name", "train_data_dir")
+    for other in {name, rival}:
+        if names_flag(arguments, other):
+            raise UserError(f"{word} and --{other} are two ways to say one thing: give one of them")
+    return [f"--{name}={word}", *arguments[1:]]
+
+
+def holds_photos(path: Path) -> bool:
+    """Tell a folder of image files from one that `datasets` or somebody else wrote as tables."""
+    tables = (file for pattern in ("*", "*/*") for kind in (".parquet", ".arrow") for file in path.glob(pattern + kind))
+    return path.is_dir() and all(file.stem == "metadata" for file in tables)
 
 
 @contextmanager

@@ -202,10 +202,10 @@ def check_output_dir(config: TrainingConfig) -> None:
             raise UserError(
                 f"--output_dir {path}: holds something else than a run ({listed}); choose an empty or new folder"
             )
-    elif config.resume_from_checkpoint == "none" and not config.overwrite_output_dir:
+    elif config.resume_from_checkpoint == "none" and not config.overwrite:
         raise UserError(
             f"--output_dir {path} holds a run already; continue it with --resume_from_checkpoint latest, "
-            f"delete it with --overwrite_output_dir, or choose another folder"
+            f"delete it with --overwrite, or choose another folder"
         )
 
 
@@ -224,7 +224,7 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
             if path.exists():
                 lock(path)
             checkpoint = find_checkpoint(config)
-            if config.overwrite_output_dir and path.exists():
+            if config.overwrite and path.exists():
                 remove_run(config)
             elif checkpoint is None or checkpoint.resolve().parent != path.resolve():
                 check_nothing_is_trained_over(config)
@@ -255,14 +255,14 @@ def check_nothing_is_trained_over(config: TrainingConfig) -> None:
         raise UserError(
             f"--output_dir {run.path} holds {', '.join(left)}, but no valid checkpoint to go on from to step "
             f"{config.max_train_steps}: put one there, choose another folder, or start anew with "
-            f"--overwrite_output_dir, which deletes the run"
+            f"--overwrite, which deletes the run"
         )
 
 
 def completed_step(config: TrainingConfig) -> int | None:
     """Return the step of a run that is complete, as its pipeline says, and whose checkpoints have been deleted."""
     run, limit = RunFolder(config.output_dir), config.max_train_seconds
-    step, starts_anew = run.pipeline_step(), config.overwrite_output_dir or config.resume_from_checkpoint != "latest"
+    step, starts_anew = run.pipeline_step(), config.overwrite or config.resume_from_checkpoint != "latest"
     if step is None or starts_anew or not run.is_run or any(run.path.glob(f"{PREFIX}*")):
         return None
     seconds = [line["train_seconds"] for line in run.read_metrics() if line.get("step") == step]

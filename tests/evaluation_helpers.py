@@ -30,7 +30,7 @@ def evaluate(network, cache_dir):
     """evaluate.py in this process, with the tiny network unless told otherwise."""
 
     def run(*flags: str, features: str | None = None) -> None:
-        common = [f"--features={features or network}", f"--cache_dir={cache_dir}", "--dataloader_num_workers=0"]
+        common = [f"--features={features or network}", f"--cache_dir={cache_dir}", "--num_workers=0"]
         try:
             run_script("evaluate", *common, *flags)
         finally:

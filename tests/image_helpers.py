@@ -62,7 +62,7 @@ def image_options(cache_dir, memory_limit_bytes=GIGABYTE, num_workers=0, **chang
         "channels": "3",
         "center_crop": False,
         "in_memory_limit_gb": memory_limit_bytes / GIGABYTE,
-        "dataloader_num_workers": num_workers,
+        "num_workers": num_workers,
         "on_bad_image": "fail",
         "cache_dir": str(cache_dir),
     }

@@ -32,7 +32,7 @@ CONDITIONAL = "train_conditional.py {tiny} {steps} --output_dir=out"
 BY_TEXT = f"{CONDITIONAL} --condition=text --text_encoder=encoder --model_config_name_or_path=text_network"
 GENERATE = "generate.py run --ddim --num_inference_steps=2 --num_images=4 --batch_size=4 --output_dir=out"
 WITH = "generate.py --ddim --num_inference_steps=2 --num_images=4 --batch_size=4 --output_dir=out"
-EVALUATE = "evaluate.py --features=vision {cache} --dataloader_num_workers=0"
+EVALUATE = "evaluate.py --features=vision {cache} --num_workers=0"
 MEASURE_RUN = f"{EVALUATE} --ddim --num_inference_steps=2 --batch_size=4 --num_images=10"
 PREPARE = "prepare_data.py --num_workers=0 --resolution=8 --source"
 VISUALIZE = "visualize.py --output_dir=figures"
@@ -351,7 +351,7 @@ family("values", "train_unconditional.py {tiny} --dry_run --output_dir=out", """
     --in_memory_limit_gb=inf --resolution=nope  :: --resolution
     --adam_beta2=1                              :: --adam_beta2
     --seed=18446744073709551616                 :: --seed
-    --dataloader_num_workers=1000000            :: --dataloader_num_workers
+    --num_workers=1000000            :: --num_workers
     --ddpm_num_steps=10 --ddpm_num_inference_steps=20 :: 20 & 10
     --total_batch_size=7 --train_batch_size=2   :: 7
     --speed_tau=2000 --timestep_sampler=speed   :: tau & 2000
@@ -558,7 +558,7 @@ files("YAML", YAML, "", {
 AGAIN = f"{TRAIN} --output_dir=run"
 SAME = {"code": (0, 2), "leaves": ("run/README.md", "run/config.yaml", "run/.lock")}
 files("run folder", AGAIN, "", {"finished, checkpoints deleted": {"run/checkpoint-*": None}}, **SAME)
-files("run folder", AGAIN, "overwrite_output_dir", {
+files("run folder", AGAIN, "overwrite", {
     "every checkpoint damaged": {"run/checkpoint-*/unet_ema/*.safetensors": flip},
     "every manifest missing": {"run/checkpoint-*/manifest.json": None},
     "every checkpoint empty": {"run/checkpoint-*/manifest.json": None, "run/checkpoint-*/unet*": None},
@@ -613,7 +613,7 @@ files("run folder", f"{TRAIN} --output_dir=out", "something else", {
     "a folder in it": {"out/thesis/chapter.txt": "mine"},
     "a hidden file in it": {"out/.git/config": "mine"},
 })
-files("run folder", f"{TRAIN} --output_dir=out --overwrite_output_dir", "something else|mine",
+files("run folder", f"{TRAIN} --output_dir=out --overwrite", "something else|mine",
       {"a text in it, to be overwritten": {"out/notes.txt": "mine"}})
 family("run folder", TRAIN, """
     --output_dir=photos                         :: photos & something else
@@ -631,9 +631,9 @@ files("run folder", f"{TRAIN} --output_dir=loop/run", "loop", {"below a link to 
 files("run folder", f"{TRAIN} --output_dir=gone", "", {"a link to nothing": {"gone": link("nothing")}}, code=(0, 2),
       leaves=("nothing", "nothing/*"))
 family("run folder", AGAIN, """
-    --resume_from_checkpoint=none               :: holds a run & --overwrite_output_dir
+    --resume_from_checkpoint=none               :: holds a run & --overwrite
     --resume_from_checkpoint=checkpoint-99      :: checkpoint-99
-    --resume_from_checkpoint=checkpoint-4 --overwrite_output_dir :: checkpoint-4 & overwrite
+    --resume_from_checkpoint=checkpoint-4 --overwrite :: checkpoint-4 & overwrite
     --resolution=16 --max_train_steps=6         :: resolution & 8 & 16
     --ddpm_num_steps=100 --max_train_steps=6    :: ddpm_num_steps
     --prediction_type=sample --max_train_steps=6 :: prediction_type

@@ -128,7 +128,7 @@ class Evaluating(Generating):
             f"--run_dir={output_dir}",
             f"--features={output_dir.parent / 'things' / 'vision'}",
             *(flag for flag in tiny_flags if flag.startswith("--cache_dir=")),
-            *("--num_images=64", "--batch_size=8", "--ddim", "--num_inference_steps=10", "--dataloader_num_workers=0"),
+            *("--num_images=64", "--batch_size=8", "--ddim", "--num_inference_steps=10", "--num_workers=0"),
             *self.flags,
         ]
 
@@ -161,7 +161,7 @@ SCENARIOS = [
     Scenario("one process"),
     Scenario("two processes", processes=2),
     Scenario("gradient accumulation", flags=["--train_batch_size=4", "--total_batch_size=16"]),
-    Scenario("streamed images, data workers", flags=["--in_memory_limit_gb=0", "--dataloader_num_workers=2"]),
+    Scenario("streamed images, data workers", flags=["--in_memory_limit_gb=0", "--num_workers=2"]),
     Scenario("a budget of training time", budget=0.5),
     Scenario(
         "a sampler that learns from losses",

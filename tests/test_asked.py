@@ -46,7 +46,7 @@ def evaluate(network, cache_dir, reader):  # noqa: F811
     """evaluate.py in this process, with a classifier that is there already."""
 
     def run(*flags: str) -> None:
-        common = [f"--features={network}", f"--cache_dir={cache_dir}", "--dataloader_num_workers=0", "--batch_size=50"]
+        common = [f"--features={network}", f"--cache_dir={cache_dir}", "--num_workers=0", "--batch_size=50"]
         sampled = ["--checkpoints", "6", "--num_images=100", "--ddim", "--num_inference_steps=2"]
         try:
             run_script("evaluate", *common, *sampled, *flags)
@@ -135,7 +135,7 @@ def test_every_class_has_a_row(by_class):
 
 def test_two_processes_read_what_one_reads(by_class, class_run, network, cache_dir, tmp_path):  # noqa: F811
     run = shutil.copytree(class_run, tmp_path / "run", ignore=shutil.ignore_patterns("generated"))
-    flags = [f"--features={network}", f"--cache_dir={cache_dir}", f"--run_dir={run}", "--dataloader_num_workers=0"]
+    flags = [f"--features={network}", f"--cache_dir={cache_dir}", f"--run_dir={run}", "--num_workers=0"]
     sampled = ["--checkpoints=6", "--num_images=100", "--batch_size=50", "--ddim", "--num_inference_steps=2"]
     preloaded.run(["evaluate.py", *flags, *sampled], processes=2)
     expected, (found,) = (read_csv(folder / "evaluation_results.csv") for folder in (by_class, run))

@@ -111,7 +111,7 @@ def test_another_network_is_refused(train, run):
 
 
 def test_other_settings_are_named_and_harmless_ones_are_not(train, run, capsys):
-    train(run, "--max_train_steps=5", "--checkpointing_steps=3", "--eval_batch_size=2", "--dataloader_num_workers=0")
+    train(run, "--max_train_steps=5", "--checkpointing_steps=3", "--eval_batch_size=2", "--num_workers=0")
     assert "Other settings" not in capsys.readouterr().err
     train(run, "--max_train_steps=6", "--learning_rate=1e-4", "--seed=3")
     shown = capsys.readouterr().err
@@ -173,7 +173,7 @@ def test_five_hundred_mutations(run, tmp_path):
     """Not one is taken for a checkpoint, and none gets to run."""
     generator, trace = random.Random(0), tmp_path / "evil was here"
     shutil.rmtree(run / "checkpoint-4")
-    config = SimpleNamespace(resume_from_checkpoint="latest", output_dir=str(run), overwrite_output_dir=False)
+    config = SimpleNamespace(resume_from_checkpoint="latest", output_dir=str(run), overwrite=False)
     done = 0
     while done < 500:
         shutil.copytree(run / "checkpoint-2", run / "checkpoint-9")

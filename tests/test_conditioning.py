@@ -328,7 +328,7 @@ class TwoMilestones(Milestones):
     last_checkpoint = "checkpoint-3"
 
     def __init__(self, other: SimpleNamespace):
-        self.config = SimpleNamespace(checkpointing_steps=1000, overwrite_output_dir=False)
+        self.config = SimpleNamespace(checkpointing_steps=1000, overwrite=False)
         self.image_steps, self.model_steps, self.folder = 7, None, SimpleNamespace(path="run")
         self.saved = []
         self.writer = SimpleNamespace(save=lambda state: self.saved.append(state.step), finish=lambda state: None)

@@ -74,8 +74,8 @@ def test_flags_override_the_file(tmp_path):
 
 def test_the_names_of_diffusers_are_accepted():
     flags = """
-        --overwrite_output_dir --cache_dir=c --center_crop --eval_batch_size=4
-        --dataloader_num_workers=0 --save_images_epochs=10 --save_model_epochs=10 --max_train_steps=5
+        --overwrite --cache_dir=c --center_crop --eval_batch_size=4
+        --num_workers=0 --save_images_epochs=10 --save_model_epochs=10 --max_train_steps=5
         --gradient_accumulation_steps=2 --adam_epsilon=1e-8 --ema_warmup --ema_inv_gamma=1 --ema_power=0.75
         --push_to_hub --hub_token=t --hub_model_id=me/it --hub_private_repo --logging_dir=logs --mixed_precision=bf16
         --prediction_type=sample --ddpm_num_steps=1000 --report_to=none --ddpm_num_inference_steps=1000

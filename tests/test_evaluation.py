@@ -122,7 +122,7 @@ def test_two_processes_find_what_one_finds(evaluate, generated, real, network, c
     more = write_folder(tmp_path / "more", draw_images(25, seed=0))
     expected = metrics_in(measure(evaluate, more, real, tmp_path / "one", "--feature_batch_size=28"))
     flags = [f"--features={network}", f"--cache_dir={tmp_path / 'cache'}", f"--generated={more}", f"--real={real}",
-             "--dataloader_num_workers=0", "--feature_batch_size=28", f"--output_dir={tmp_path / 'two'}"]  # fmt: skip
+             "--num_workers=0", "--feature_batch_size=28", f"--output_dir={tmp_path / 'two'}"]  # fmt: skip
     preloaded.run(["evaluate.py", *flags], processes=2)
     found = metrics_in(read_csv(tmp_path / "two" / "evaluation_results.csv")[0])
     # Normalised features have a covariance with an eigenvalue of zero, and FID takes the root of its rounding.

@@ -94,7 +94,7 @@ def test_a_signal_saves_and_the_same_command_continues(number, launcher, tiny_fl
 
 def test_data_workers_do_not_stand_in_the_way(tiny_flags, tmp_path):
     """The signal goes to the whole group, as torchrun and schedulers send it."""
-    run = Run([*tiny_flags, *LONG, "--in_memory_limit_gb=0", "--dataloader_num_workers=2"], tmp_path / "run")
+    run = Run([*tiny_flags, *LONG, "--in_memory_limit_gb=0", "--num_workers=2"], tmp_path / "run")
     run.wait_for_steps(3)
     workers = psutil.Process(run.process.pid).children(recursive=True)
     assert len(workers) >= 2

@@ -78,7 +78,7 @@ def test_what_is_left_of_a_run_is_not_trained_over(flags, gone, run, train):
     for name in gone:
         shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink()
     before = contents(run)
-    with pytest.raises(UserError, match="holds .*--overwrite_output_dir") as caught:
+    with pytest.raises(UserError, match="holds .*--overwrite") as caught:
         train(run, *FLAGS, *flags)
     if flags == ["--max_train_steps=6"]:
         assert "model_index.json, unet, README.md, metrics.jsonl up to step 4, but no valid" in str(caught.value)
@@ -94,7 +94,7 @@ def test_damaged_checkpoints_alone_are_left_as_they_are(run, train):
         with pytest.raises(UserError, match="checkpoint-4: state.json is not .*; checkpoint-2: .*--overwrite"):
             train(run, *FLAGS)
     assert contents(run) == before
-    train(run, *FLAGS, "--overwrite_output_dir", "--max_train_steps=1")
+    train(run, *FLAGS, "--overwrite", "--max_train_steps=1")
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
@@ -133,7 +133,7 @@ def test_a_pipeline_of_somebody_else_is_not_trained_over(run, train, tmp_path):
 @pytest.mark.parametrize("variable", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
 def test_a_job_that_is_started_again_overwrites_nothing(variable, run, train, monkeypatch):
     monkeypatch.setenv(variable, "1")
-    train(run, *FLAGS, "--overwrite_output_dir", "--max_train_steps=5")
+    train(run, *FLAGS, "--overwrite", "--max_train_steps=5")
     assert len(losses_of(run)) == 5
     assert [path.name for path in checkpoints(run)] == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
 

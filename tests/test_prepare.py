@@ -283,7 +283,7 @@ def test_a_full_disk_is_one_line(pets, run, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(image_folder, "write_atomically", full)
-    with pytest.raises(UserError, match="--output .*out: No space left on device"):
+    with pytest.raises(UserError, match="--output_dir .*out: No space left on device"):
         run(pets, tmp_path / "out", "--resolution=8")
     monkeypatch.undo()
     monkeypatch.setattr(image_folder, "_encode", full)

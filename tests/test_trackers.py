@@ -69,7 +69,7 @@ def test_both_get_what_tensorboard_gets(services, train, network, cache_dir, tmp
     flags = [
         f"--features={network}",
         f"--cache_dir={cache_dir}",
-        "--dataloader_num_workers=0",
+        "--num_workers=0",
         "--checkpoints",
         "2",
         "4",
@@ -89,7 +89,7 @@ def test_both_get_what_tensorboard_gets(services, train, network, cache_dir, tmp
 def test_a_run_that_starts_anew_is_another_run_there(services, train, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
     run = train(tmp_path / "run", *LENGTH, "--logger=wandb")
-    train(run, *LENGTH, "--logger=wandb", "--overwrite_output_dir")
+    train(run, *LENGTH, "--logger=wandb", "--overwrite")
     train(tmp_path / "other", *LENGTH, "--logger=wandb", f"--resume_from_checkpoint={run / 'checkpoint-2'}")
     given = calls_of(services["wandb"], "init")
     assert len({call["id"] for call in given}) == 3

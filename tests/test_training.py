@@ -291,7 +291,7 @@ def test_what_is_not_a_run_is_left_alone(train, tmp_path):
     (project / "unet").mkdir(parents=True)
     (project / "unet" / "important.txt").write_text("mine")
     (project / "notes.txt").write_text("mine")
-    for flags in ([], ["--overwrite_output_dir"]):
+    for flags in ([], ["--overwrite"]):
         with pytest.raises(UserError, match="holds something else than a run .notes.txt"):
             train(project, "--max_train_steps=2", *flags)
     assert (project / "unet" / "important.txt").read_text() == "mine"
@@ -300,11 +300,11 @@ def test_what_is_not_a_run_is_left_alone(train, tmp_path):
 def test_overwriting_removes_the_run_and_nothing_else(train, tmp_path):
     run = train(tmp_path / "run", "--max_train_steps=2")
     (run / "notes.txt").write_text("mine")
-    train(run, "--max_train_steps=1", "--overwrite_output_dir")
+    train(run, "--max_train_steps=1", "--overwrite")
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-1"]
     assert (run / "notes.txt").read_text() == "mine"
     with pytest.raises(UserError, match="would delete it"):
-        train(run, "--overwrite_output_dir", "--resume_from_checkpoint=checkpoint-1")
+        train(run, "--overwrite", "--resume_from_checkpoint=checkpoint-1")
 
 
 def test_another_task_does_not_continue_a_run(train, finished_run):

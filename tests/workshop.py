@@ -143,7 +143,7 @@ class Workshop:
 
     def _evaluate(self, *flags: str) -> None:
         self.make("vision")
-        self.run("evaluate.py", "--features=vision", f"--cache_dir={self.cache}", "--dataloader_num_workers=0", *flags)
+        self.run("evaluate.py", "--features=vision", f"--cache_dir={self.cache}", "--num_workers=0", *flags)
 
 
 def png(array: np.ndarray, **options: object) -> bytes:

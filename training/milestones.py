@@ -85,7 +85,7 @@ class Milestones:
                     self.writer.finish(state)
                 self.processes.barrier()
         if stopped:
-            without = " without --overwrite_output_dir" if self.config.overwrite_output_dir else ""
+            without = " without --overwrite" if self.config.overwrite else ""
             raise Interrupted(
                 f"{stop_requested() or 'a stop of another process'}: saved at step {step} in "
                 f"{self.folder.path}; start the same command again{without} to continue"

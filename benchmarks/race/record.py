@@ -24,11 +24,11 @@ from training.setup import build_process
 
 # Options that the race itself sets, and those that all methods must share to be comparable.
 OF_THE_RACE = (
-    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "config", "dry_run", "push_to_hub", "seed"),
+    *("output_dir", "overwrite", "resume_from_checkpoint", "config", "dry_run", "push_to_hub", "seed"),
     *("max_train_steps", "max_train_seconds", "num_epochs", "checkpointing_steps", "checkpoints_total_limit"),
     *("save_images_steps", "save_images_epochs", "save_model_epochs", "eval_batch_size", "ddpm_num_inference_steps"),
 )
-OF_THE_DATA = (*DataOptions.__annotations__.keys() - {"random_flip", "center_crop", "dataloader_num_workers"},)
+OF_THE_DATA = (*DataOptions.__annotations__.keys() - {"random_flip", "center_crop", "num_workers"},)
 
 
 # The options of a run.
