@@ -55,8 +55,8 @@ def measure(classifier: Classifier, folder: Path) -> dict[str, object]:
     right = asked == read
     return {
         "images": len(images),
-        "as_asked": right.double().mean().item(),
-        "as_asked_by_digit": {digit: right[asked == int(digit)].double().mean().item() for digit in DIGITS},
+        "condition_accuracy": right.double().mean().item(),
+        "condition_accuracy_by_digit": {digit: right[asked == int(digit)].double().mean().item() for digit in DIGITS},
         "read_as": dict(zip(DIGITS, torch.bincount(read, minlength=len(DIGITS)).tolist(), strict=True)),
     }
 
@@ -101,7 +101,10 @@ def main() -> None:
                 run("generate.py", str(model), *how, *images, *ASKED[condition])
                 drawn = {"condition": condition, "sampler": sampler, "guidance_scale": scale}
                 results.append({**drawn, **models[condition], **measure(classifier, samples)})
-                print(f"{condition}, {sampler}, guidance {scale:g}: {results[-1]['as_asked']:.1%} as asked", flush=True)
+                print(
+                    f"{condition}, {sampler}, guidance {scale:g}: {results[-1]['condition_accuracy']:.1%} correct",
+                    flush=True,
+                )
     # What the file says of other samplers still holds, if the model is the same.
     measured = {cell_of(row) for row in results}
     results += [

@@ -15,7 +15,7 @@ from common.processes import Processes
 from evaluation.classifier import Classifier, load_classifier
 from evaluation.features import Features
 from evaluation.image_sets import Batch, EncodedImages, batches_of
-from evaluation.metrics import AS_ASKED, CLASSIFIER_ACCURACY, FD, FID, Moments, frechet_distance
+from evaluation.metrics import CLASSIFIER_ACCURACY, CONDITION_ACCURACY, FD, FID, Moments, frechet_distance
 from evaluation.networks import FeatureNetwork
 from evaluation.results import KEYS, Measured, as_csv
 from evaluation.statistics import MOST_FEATURES_KEPT, Statistics
@@ -99,7 +99,7 @@ class ConditionAccuracy:
     def columns(self) -> list[str]:
         """Return the names of what `measure` finds."""
         count = len(self.requested.classes)
-        return [f"{AS_ASKED.name}@{count}", f"{CLASSIFIER_ACCURACY.name}@{self.classifier.num_held_out}"]
+        return [f"{CONDITION_ACCURACY.name}@{count}", f"{CLASSIFIER_ACCURACY.name}@{self.classifier.num_held_out}"]
 
     def observe(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass the samples on, and note the class that each is recognised as."""
@@ -140,7 +140,7 @@ class ConditionAccuracy:
                     "value": frechet_distance(Moments.of_features(samples), Moments.of_features(real)),
                     "samples": len(samples),
                     "real_images": len(real),
-                    "as_asked": self._is_right[is_sample].double().mean().item(),
+                    "condition_accuracy": self._is_right[is_sample].double().mean().item(),
                 }
             )
         return rows
@@ -163,7 +163,9 @@ def add_classes(output_dir: Path, measured: Measured, classes: list[dict[str, ob
         with path.open(encoding="utf-8", newline="") as file:
             rows = [row for row in csv.DictReader(file) if any(row[name] != keys[name] for name in KEYS)]
     rows += [{**keys, **row} for row in classes]
-    write_atomically(path, as_csv([*KEYS, "class", "metric", "value", "samples", "real_images", "as_asked"], rows))
+    write_atomically(
+        path, as_csv([*KEYS, "class", "metric", "value", "samples", "real_images", "condition_accuracy"], rows)
+    )
 
 
 def describe_classes(classes: list[dict[str, object]]) -> str:
@@ -171,6 +173,6 @@ def describe_classes(classes: list[dict[str, object]]) -> str:
     width, metric_width = (max(len(str(row[name])) for row in classes) for name in ("class", "metric"))
     return "\n".join(
         f"  {row['class']:{width}}  {row['metric']:{metric_width}}  {row['value']:6.4g}  against {row['real_images']} "
-        f"real images, {row['as_asked']:.1%} as asked"
+        f"real images, {row['condition_accuracy']:.1%} correct"
         for row in classes
     )

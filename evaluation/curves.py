@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.ticker import ScalarFormatter
 
 from common.plots import NOTE, drawing
-from evaluation.metrics import AS_ASKED, FD, FID, FIRST_STEPS, METRICS, SECONDS, Metric
+from evaluation.metrics import CONDITION_ACCURACY, FD, FID, FIRST_STEPS, METRICS, SECONDS, Metric
 from evaluation.results import METHOD, Row, comparable_rows, guidance_scale_of
 
 FIRST = 25
@@ -53,7 +53,7 @@ def draw_guidance(output_dir: Path, rows: list[Row]) -> list[Path]:
     points = [{**row, "guidance_scale": guidance_scale_of(row)} for row in rows if row["step"] == last]
     for point in points:  # of one line, whatever their guidance scale
         point["settings"] = re.sub(r" ?guidance_scale=\S+", "", point["settings"])
-    shown = [metric for metric in (FID, FD, AS_ASKED) if lines_of(points, metric, "guidance_scale")]
+    shown = [metric for metric in (FID, FD, CONDITION_ACCURACY) if lines_of(points, metric, "guidance_scale")]
     if len({point["guidance_scale"] for point in points}) < 2 or not shown:
         return []
     path = output_dir / f"{shown[0].name.upper()}_vs_Guidance.png"

@@ -176,7 +176,7 @@ FID = Metric("fid", "moments", networks="inception", label="FID", curves=ALL_CUR
 FD = Metric("fd", "moments", networks="others", label="Fréchet distance", curves=ALL_CURVES, **_FRECHET)
 INCEPTION_SCORE = Metric("is", "logits", inception_score, "inception", "Inception Score", curves=(STEPS, FIRST_STEPS))
 # These two are found by evaluation/condition_accuracy.py.
-AS_ASKED = Metric("as_asked", label="share as asked")
+CONDITION_ACCURACY = Metric("condition_accuracy", label="condition accuracy")
 CLASSIFIER_ACCURACY = Metric("classifier_accuracy", of_samples=False)
 
 METRICS = (
@@ -191,7 +191,7 @@ METRICS = (
     Metric("recall", "neighbours", itemgetter("recall")),
     Metric("density", "neighbours", itemgetter("density")),
     Metric("coverage", "neighbours", itemgetter("coverage")),
-    AS_ASKED,
+    CONDITION_ACCURACY,
     CLASSIFIER_ACCURACY,
 )
 

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
 # What takes longest comes first, so that no worker is left with it when the others have nothing more to take over.
-LONGEST = "storm interruption processes generation pipeline conditioning inception publish asked adaptive".split()
+LONGEST = "storm interruption processes generation pipeline conditioning inception publish condition_accuracy".split()
+LONGEST += ["adaptive", "compile"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -43,7 +43,7 @@ def config_of(*flags: str):
 # Which condition an image gets
 
 
-def test_classes_are_dropped_as_often_as_asked():
+def test_classes_are_dropped_as_often_condition_accuracy():
     labels = torch.arange(1000) % 7
     sampler = RowSampler(labels, [[label] for label in range(7)], null_row=7, dropout=0.25, seed=0)
     images = torch.arange(1000).flip(0)

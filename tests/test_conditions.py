@@ -192,7 +192,7 @@ def test_guidance_changes_images_of_a_run(by_class, tmp_path):
     assert not hashes(tmp_path / "1").items() & hashes(tmp_path / "4").items()
 
 
-def test_folders_say_what_was_asked(class_run, text_run):
+def test_folders_say_what_wcondition_accuracy(class_run, text_run):
     def name(run, **flags):
         return condition_of(ConditionOptions(**flags), find_models(str(run), [], None)[0], CPU).name
 

@@ -119,7 +119,7 @@ def test_every_guidance_scale_has_a_row(by_class, class_run, reader):
     for row, kept in zip(rows, ("all-classes", "all-classes-guidance-3"), strict=True):
         (folder,) = (class_run / "generated").glob(f"*-{kept}")
         read = reader.classes_of(pixels_of(open_images(str(folder), "--generated")))
-        assert float(row["as_asked@100"]) == (read == torch.arange(100) % 10).double().mean().item()
+        assert float(row["condition_accuracy@100"]) == (read == torch.arange(100) % 10).double().mean().item()
         assert float(row["classifier_accuracy@355"]) == reader.accuracy
     assert (by_class / "FD_vs_Guidance.png").exists()
 
@@ -130,7 +130,9 @@ def test_every_class_has_a_row(by_class):
     assert {row["metric"] for row in rows} == {"fd_tiny_vision@10"}
     assert [int(row["real_images"]) for row in rows[:10]] == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     total = read_csv(by_class / "evaluation_results.csv")[1]
-    assert sum(float(row["as_asked"]) for row in rows[10:]) / 10 == pytest.approx(float(total["as_asked@100"]))
+    assert sum(float(row["condition_accuracy"]) for row in rows[10:]) / 10 == pytest.approx(
+        float(total["condition_accuracy@100"])
+    )
 
 
 def test_two_processes_read_what_one_reads(by_class, class_run, network, cache_dir, tmp_path):  # noqa: F811
@@ -139,10 +141,11 @@ def test_two_processes_read_what_one_reads(by_class, class_run, network, cache_d
     sampled = ["--checkpoints=6", "--num_images=100", "--batch_size=50", "--ddim", "--num_inference_steps=2"]
     preloaded.run(["evaluate.py", *flags, *sampled], processes=2)
     expected, (found,) = (read_csv(folder / "evaluation_results.csv") for folder in (by_class, run))
-    assert found["as_asked@100"] == expected[0]["as_asked@100"]
+    assert found["condition_accuracy@100"] == expected[0]["condition_accuracy@100"]
     assert float(found["fd_tiny_vision@100"]) == pytest.approx(float(expected[0]["fd_tiny_vision@100"]), abs=1e-6)
     of_classes = [
-        [row["as_asked"] for row in read_csv(folder / "evaluation_per_class.csv")] for folder in (by_class, run)
+        [row["condition_accuracy"] for row in read_csv(folder / "evaluation_per_class.csv")]
+        for folder in (by_class, run)
     ]
     assert of_classes[1] == of_classes[0][:10]
 
@@ -173,14 +176,14 @@ def test_against_a_folder_the_classes_are_those_of_the_training(class_run, evalu
     evaluate(f"--run_dir={class_run}", against, f"--output_dir={tmp_path / 'alone'}")
     assert "What the samples show is not checked: --train_data_dir photos" in capsys.readouterr().err
     (alone,) = read_csv(tmp_path / "alone" / "evaluation_results.csv")
-    assert (alone["fd_tiny_vision@100"], "as_asked@100" in alone) == (expected["fd_tiny_vision@100"], False)
+    assert (alone["fd_tiny_vision@100"], "condition_accuracy@100" in alone) == (expected["fd_tiny_vision@100"], False)
 
 
 def test_prompts_of_a_run_by_text(text_run, evaluate, tmp_path, capsys):
     evaluate(f"--run_dir={text_run}", f"--output_dir={tmp_path}")
     assert "Prompts, in turn: a handwritten zero; a handwritten one" in capsys.readouterr().err
     (row,) = read_csv(tmp_path / "evaluation_results.csv")
-    assert 0 <= float(row["as_asked@100"]) <= 1
+    assert 0 <= float(row["condition_accuracy@100"]) <= 1
 
 
 def test_classes_are_asked_for_in_the_proportions_of_the_data():
@@ -214,7 +217,7 @@ def test_uneven_classes_are_told_and_read_in_their_proportions(class_run, digits
     images = torch.stack([digits[0][digits[1] == label][0] for label in requested.classes])
     list(accuracy.observe([(torch.arange(60), images)]))
     right = (reader.classes_of(images) == requested.classes).double().mean().item()
-    assert accuracy.measure()["as_asked@60"] == right > 0.9
+    assert accuracy.measure()["condition_accuracy@60"] == right > 0.9
     other = {**told, "class_names": ["cat", "dog"]}
     with pytest.raises(UserError, match="the classes of digits are not those that the run knows: 0, 1, 2"):
         request_conditions(config, other, uneven, 60)
@@ -233,7 +236,7 @@ def test_a_measurement_replaces_its_own_rows_and_no_others(tmp_path):
     from evaluation.results import Measured
 
     one = Measured(1, 2.0, "ema", "ddim", 5, "guidance_scale=1.0", 10, "checkpoint-1", "ab", "digits", "cd", "no")
-    row = {"class": "cat", "metric": "fid@5", "value": 3.5, "samples": 5, "real_images": 7, "as_asked": 0.5}
+    row = {"class": "cat", "metric": "fid@5", "value": 3.5, "samples": 5, "real_images": 7, "condition_accuracy": 0.5}
     add_classes(tmp_path, one, [row])
     add_classes(tmp_path, replace(one, settings="guidance_scale=2.0"), [{**row, "value": 4.5}])
     add_classes(tmp_path, one, [{**row, "value": 2.5}])
