@@ -313,6 +313,7 @@ class HubOptions:
         None, "Token for the push (default: that of `hf auth login`); never stored.", only_with="push_to_hub"
     )
     hub_private_repo: bool = option(False, "Create the repository as a private one.", only_with="push_to_hub")
+    hub_license: str = option("unknown", "Licence of the model on its card, as the Hub names it, such as mit.")
 
 
 @section("precision and invocation")

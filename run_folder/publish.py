@@ -13,14 +13,16 @@ import os
 import re
 import shlex
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import quote
 
 import numpy as np
-from huggingface_hub import HfApi, ModelCard, ModelCardData, get_session, get_token
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import HFValidationError, httpx, validate_repo_id
+from yaml import YAMLError
 
 from common.errors import UserError, reason_of, user_errors
 from common.files import write_atomically
@@ -74,7 +76,10 @@ def write_model_card(
     data_set = config.dataset_name or config.train_data_dir
     task, conditioned_on, examples = describe_condition(condition)
     tags = ["diffusers", "diffusers-training", task]
-    data = ModelCardData(library_name="diffusers", tags=tags, datasets=hub_datasets(data_set))
+    data = ModelCardData(
+        library_name="diffusers", license=config.hub_license, tags=tags, datasets=hub_datasets(data_set)
+    )
+    add_results(data, run)
     script = "train_unconditional.py" if condition is None else "train_conditional.py"
     grid, metrics = run.newest_grid(), run.read_metrics()
     # What was trained and how; where it was stored and who pushed it is nobody's business.
@@ -147,12 +152,35 @@ def cell(value: object) -> str:
     return "`" + " ".join(text.split()).replace("`", "'").replace("|", r"\|") + "`" if text.strip() else ""
 
 
+def best_scores(run: RunFolder) -> list[dict[str, str]]:
+    """Read the best of every metric and method that evaluate.py has found for this run."""
+    if not run.best_scores_file.exists():
+        return []
+    with run.best_scores_file.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def add_results(data: ModelCardData, run: RunFolder) -> None:
+    """Put the best scores into the card's metadata, as the model-index that the Hub shows."""
+    data_set = (data.datasets or ["its training images"])[0]
+    names = {"dataset_type": data_set, "dataset_name": data_set, "task_type": (data.tags or ["unknown"])[-1]}
+    data.eval_results = [
+        EvalResult(
+            **names,
+            metric_type=row["metric"].partition("@")[0],
+            metric_name=f"{row['metric']}, {row['sampler']} with {row['steps']} steps, step {row['step']}",
+            metric_value=float(f"{float(row['best']):.5g}"),
+        )
+        for row in best_scores(run)
+    ] or None
+    data.model_name = run.path.resolve().name if data.eval_results else None
+
+
 def evaluation_section(run: RunFolder) -> str:
     """Return the best of every metric and method that evaluate.py has found for this run, with its curves."""
-    if not run.best_scores_file.exists():
+    rows = best_scores(run)
+    if not rows:
         return ""
-    with run.best_scores_file.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
     columns = ("metric", "best", "step", "weights", "sampler", "steps", "settings", "reference")
     lines = [EVALUATION, "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for row in rows:
@@ -169,7 +197,12 @@ def update_evaluation(output_dir: Path) -> None:
     card = run.card_file.read_text(encoding="utf-8") if run.card_file.is_file() else ""
     before, separator, after = card.partition(AFTER_EVALUATION)
     if section and separator:
-        write_atomically(run.card_file, f"{before.partition(EVALUATION)[0]}{section}\n\n{separator}{after}")
+        text = f"{before.partition(EVALUATION)[0]}{section}\n\n{separator}{after}"
+        with suppress(ValueError, TypeError, YAMLError):  # of metadata that somebody else wrote
+            card = ModelCard(text)
+            add_results(card.data, run)
+            text = str(card)
+        write_atomically(run.card_file, text)
 
 
 # The push

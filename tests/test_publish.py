@@ -331,7 +331,9 @@ def test_model_card(tmp_path: Path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["README.md", "metrics.jsonl", "samples"]
 
     card = ModelCard.load(path)
-    assert card.data.to_dict() == {"library_name": "diffusers", "tags": TAGS, "datasets": ["uoft-cs/cifar10"]}
+    assert card.data.to_dict() == {
+        "library_name": "diffusers", "license": "unknown", "tags": TAGS, "datasets": ["uoft-cs/cifar10"]
+    }  # fmt: skip
     assert card.text.startswith("\n# my-run\n")
     assert "`uoft-cs/cifar10`: the EMA weights of step 5." in card.text
     assert "](samples/step-10.png)" in card.text
@@ -345,6 +347,20 @@ def test_model_card(tmp_path: Path):
     assert "token` |" not in str(card)
     assert "| `model_config_name_or_path` | `a name with *** in it` |" in card.text
     assert TOKEN not in str(card)
+
+
+def test_results_are_in_the_metadata(tmp_path: Path):
+    path = write_card(tmp_path, dataset_name="uoft-cs/cifar10")
+    assert ModelCard.load(path).data.eval_results is None
+    row = "metric,best,step,weights,sampler,steps,settings,reference\nfid@10000,{},5,ema,ddpm,1000,,cifar10\n"
+    for best in ("3.17", "3.15"):  # the later table replaces the one before
+        (tmp_path / "best_scores.csv").write_text(row.format(best))
+        publish.update_evaluation(tmp_path)
+        (result,) = ModelCard.load(path).data.eval_results
+        assert (result.metric_type, result.metric_value, result.dataset_name) == ("fid", float(best), "uoft-cs/cifar10")
+    path.write_text(path.read_text().replace("library_name:", "- library_name:"))
+    publish.update_evaluation(tmp_path)
+    assert "| `fid@10000` | `3.15` |" in path.read_text()
 
 
 def test_model_card_of_a_folder_without_samples_or_metrics(tmp_path: Path):
