@@ -168,10 +168,10 @@ class RunningNetwork:
         logger.info(message, f"{images:,}", batch_size, self.processes.count, duration)
 
     def seconds_per_pass(self, size: int) -> float:
-        """Measure one call of the network for a batch of this size, after one to warm up."""
+        """Measure one call of the network for a batch of this size, guided if any is, after one to warm up."""
         samples = torch.zeros(size, *self.job.model.shape, device=self.processes.device)
-        t = torch.zeros((), dtype=torch.long, device=self.processes.device)
-        with torch.inference_mode(), self.processes.accelerator.autocast():
+        t = torch.tensor(self.job.condition.guidance.first_timestep, device=self.processes.device)
+        with torch.no_grad(), self.processes.accelerator.autocast():
             predict = self.job.condition.predict_for(self.network, [0] * size)
             for _ in range(2):
                 self.processes.synchronize_device()
