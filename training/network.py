@@ -177,14 +177,24 @@ def build_training_unet(
     """Build the network that a run's configuration asks for, initialised as in the paper."""
     described = config.model_config_name_or_path
     if described is None:
-        return build_unet(config.resolution, channels, config.dropout, generator, condition)
+        unet = build_unet(config.resolution, channels, config.dropout, generator, condition)
+    else:
+        unet = load_described_network(config, channels, condition)
+        initialize_like_paper(unet, generator)
+    if config.gradient_checkpointing:
+        unet.enable_gradient_checkpointing()
+    return unet
+
+
+def load_described_network(config: TrainingConfig, channels: int, condition: Conditioning) -> Network:
+    """Load the network that the configuration names; raise if its images have other channels."""
+    described = config.model_config_name_or_path
     unet = load_network(described, config.resolution, condition)
     if (unet.config.in_channels, unet.config.out_channels) != (channels, channels):
         raise UserError(
             f"--model_config_name_or_path {described}: the network has {unet.config.in_channels} channels in and "
             f"{unet.config.out_channels} out, but the images have {channels}; change the file or --channels"
         )
-    initialize_like_paper(unet, generator)
     return unet
 
 
