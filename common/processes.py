@@ -259,8 +259,8 @@ def start_processes(options: ProcessOptions) -> Processes:
             raise
         raise RunFailed(
             f"the processes have met, but cannot reach each other ({reason_of(error)}). If one has ended, its own "
-            f"output says why; between machines, name the network interface that they share, GLOO_SOCKET_IFNAME=eth0 for "
-            f"example (`ip address` lists them)"
+            f"output says why; between machines, name the network interface that they share, for example "
+            f"GLOO_SOCKET_IFNAME=eth0 (`ip address` lists them)"
         ) from error
     set_up_logging(processes.is_main)
     logger.info(accelerator.state)
