@@ -35,7 +35,7 @@ def denoise(
     """Return one sample in [-1, 1] for each seed, on the seeds' device; `on_step` is called with every step's samples.
 
     `initial_noise` replaces the noise that the seeds stand for at the start, not that of the steps. Mixed precision is
-    the network's alone: some schedulers of diffusers take their steps by matrix products.
+    the network's alone: steps are taken in float32, by whatever operations.
     """
     method.begin(seeds.device)
     noise = StepNoise(seeds, seeds.tolist(), 0, shape)

@@ -27,7 +27,7 @@ from evaluation.image_sets import as_rgb
 from image_data.batches import Batch
 from run_folder.config import parse_config
 from schedulers.ddpm import build_scheduler
-from schedulers.denoising import DDIM, DDPM, DiffusersMethod, StepNoise, denoise, network_predict
+from schedulers.denoising import DDIM, DDPM, StepNoise, denoise, network_predict
 from schedulers.loss import build_loss
 from schedulers.timestep_samplers import LogSNRBins
 from training.network import build_unet
@@ -215,10 +215,14 @@ def test_where_guidance_does_not_apply_no_image_is_seen_twice():
 # Mixed precision while images are made.
 
 
-def test_steps_of_a_scheduler_are_in_float32():
-    """UniPC combines earlier outputs by a matrix product, of which autocast would keep three digits."""
-    method = DiffusersMethod(build_scheduler(), "UniPCMultistepScheduler", 10)
-    seeds, samples = torch.arange(2), []
+def test_denoising_steps_are_in_float32():
+    """Of a matrix product autocast would keep three digits."""
+
+    class Mixing(DDIM):
+        def step(self, model_output, number, sample, noise):
+            return sample @ torch.full((4, 4), 0.3) + model_output
+
+    method, seeds, samples = Mixing(build_scheduler(), 3), torch.arange(2), []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             samples.append(denoise(lambda samples, t: samples * 0.3, method, seeds, (1, 4, 4)))

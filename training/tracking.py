@@ -153,6 +153,7 @@ class Tracking:
         silent = not run.processes.is_local_main
         self.bar = progress_bar(total=run.total_steps, initial=state.step, desc="Steps", disable=silent)
         self.clock = Clock(state.train_seconds)
+        self.profiled_steps = config.profile
         self.profiler = open_profiler(config.profile, self.folder) if config.profile and self.writes else None
         self._last = (state.step, state.train_seconds, 0.0, 0.0)  # as `_metrics` compares them
 
@@ -275,6 +276,11 @@ class Tracking:
     def close(self) -> None:
         if self.profiler is not None:
             self.profiler.stop()
+            if self.profiler.step_num < STEPS_NOT_PROFILED + 1 + self.profiled_steps:
+                logger.warning(
+                    "--profile %d: the run ended before its steps %d to %d, and there is no profile",
+                    *(self.profiled_steps, STEPS_NOT_PROFILED + 2, STEPS_NOT_PROFILED + 1 + self.profiled_steps),
+                )
         self.bar.close()
         self._to_trackers(lambda tracker: tracker.finish())
 
