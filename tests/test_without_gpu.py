@@ -4,6 +4,7 @@ Fake tensors have a device and a shape, but no numbers: to ask for one, which on
 does a tensor that was not copied to the device. Operations are counted, since each costs the host time.
 """
 
+import json
 import re
 from collections import Counter
 from types import SimpleNamespace
@@ -23,7 +24,10 @@ from common.processes import Processes
 from common.randomness import standard_normal
 from conditions.condition import ClassCondition
 from conditions.guidance import GenerationCondition, Guidance
+from evaluation import samples
+from evaluation.evaluate_options import parse_evaluation
 from evaluation.image_sets import as_rgb
+from generation.engine import InferenceSettings
 from image_data.batches import Batch
 from run_folder.config import parse_config
 from schedulers.ddpm import build_scheduler
@@ -287,3 +291,26 @@ def test_the_default_wheel_supports_what_the_readme_says():
     readme = (ROOT / "README.md").read_text()
     assert "from Turing (2018) on; a V100 needs an older CUDA build" in readme
     assert oldest == 75  # a V100 is 70
+
+
+# Images that are there.
+
+
+def test_kept_images_of_other_settings_are_not_measured(tmp_path, monkeypatch):
+    kept = {"complete": True, "sha256": "x", "sampler": "ddim", "seeds": "0-9", "images": 10, "batch_size": 4}
+    made_with = {"precision": "no", "allow_tf32": False, "channels_last": False, "compile": False}
+    monkeypatch.setattr(samples, "open_images", lambda folder, flag: range(10))
+    wanted = samples.Samples.__new__(samples.Samples)
+    wanted.folder, wanted.count, wanted.settings = tmp_path, 10, {"sampler": "ddim"}
+    wanted.job, wanted.inference = SimpleNamespace(model=SimpleNamespace(sha256="x")), InferenceSettings()
+    for changed in ({}, {"allow_tf32": True}, {"channels_last": True}, {"compile": True}, {"precision": "bf16"}):
+        (tmp_path / "samples.json").write_text(json.dumps(kept | made_with | changed))
+        assert (wanted.find_kept() is None) is bool(changed)
+
+
+@pytest.mark.parametrize(
+    ("flags", "noted"),
+    [([], "no"), (["--mixed_precision=bf16"], "bf16"), (["--allow_tf32"], "TF32")],
+)
+def test_tf32_is_noted_beside_results(flags, noted, tmp_path):
+    assert parse_evaluation([f"--generated={tmp_path}", "--dataset_name=digits", *flags]).precision == noted
