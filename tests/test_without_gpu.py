@@ -144,6 +144,19 @@ def test_grey_images_of_an_evaluation_can_be_pinned(monkeypatch):
     assert as_rgb(images).pin_memory().shape == (2, 3, 4, 4)
 
 
+@pytest.mark.parametrize(("kind", "updates"), [("cuda", 2), ("mps", 1)])
+def test_who_leaves_out_an_update_that_is_not_finite(kind, updates):
+    """The fused optimiser by `found_inf`; that of MPS does not look at it."""
+    processes = SimpleNamespace(device=torch.device("cpu"), accelerator=SimpleNamespace(scaler=None))
+    update = Update(parse_config(["--dataset_name=digits", "--no_use_ema"]), torch.nn.Linear(1, 1), 10, processes)
+    processes.device = torch.device(kind)
+    called = []
+    update.optimizer.step = lambda: called.append(update.optimizer.found_inf.item())
+    update.step(0, torch.tensor(True))
+    update.step(1, torch.tensor(False))
+    assert called == [0.0, 1.0][:updates]
+
+
 # How much there is to start.
 
 
@@ -298,6 +311,7 @@ def test_the_default_wheel_supports_what_the_readme_says():
 
 def test_kept_images_of_other_settings_are_not_measured(tmp_path, monkeypatch):
     kept = {"complete": True, "sha256": "x", "sampler": "ddim", "seeds": "0-9", "images": 10, "batch_size": 4}
+    kept |= {"subfolders": False, "device": "cpu", "versions": {}}
     made_with = {"precision": "no", "allow_tf32": False, "channels_last": False, "compile": False}
     monkeypatch.setattr(samples, "open_images", lambda folder, flag: range(10))
     wanted = samples.Samples.__new__(samples.Samples)
