@@ -46,6 +46,11 @@ class Guidance:
         parts += [f"rescale-{self.rescale:g}"] if self.rescale else []
         return "-".join(parts + (["interval", *map(str, self.interval)] if self.interval else []))
 
+    @property
+    def first_timestep(self) -> int:
+        """Return a timestep at which there is guidance, if there is any."""
+        return self.interval[0] if self.interval else 0
+
     def applies_at(self, t: torch.Tensor) -> bool:
         # On a GPU int(t) waits for the step before, which costs less than the pass of the network that it may save.
         return self.scale != 1 and (self.interval is None or self.interval[0] <= int(t) <= self.interval[1])
@@ -91,7 +96,10 @@ class GenerationCondition:
         return "-".join(filter(None, [text, self.guidance.name]))
 
     def predict_for(self, network: torch.nn.Module, seeds: list[int]) -> Predict:
-        """Return the prediction, guided or not, that the denoising loop makes for a batch of seeds."""
+        """Return the prediction, guided or not, that the denoising loop makes for a batch of seeds.
+
+        Guidance takes one pass of the network over each image twice, with its condition and without.
+        """
         device = next(network.parameters()).device
         rows = torch.tensor([self.rows[seed % len(self.choices)] for seed in seeds])
 
@@ -100,13 +108,13 @@ class GenerationCondition:
             return network_predict(partial(network, **inputs))
 
         conditional = predict_with(rows)
-        unconditional = predict_with(torch.full_like(rows, self.condition.null_row))
+        with_and_without = predict_with(torch.cat([rows, torch.full_like(rows, self.condition.null_row)]))
 
         def predict(samples: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            prediction = conditional(samples, t)
-            if self.guidance.applies_at(t):
-                prediction = guide(prediction, unconditional(samples, t), self.guidance.scale, self.guidance.rescale)
-            return prediction
+            if not self.guidance.applies_at(t):
+                return conditional(samples, t)
+            predictions = with_and_without(torch.cat([samples, samples]), t).chunk(2)
+            return guide(*predictions, self.guidance.scale, self.guidance.rescale)
 
         return predict
 

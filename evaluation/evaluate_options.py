@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 from common.errors import UserError
 from common.options import (
@@ -108,6 +108,9 @@ class FeatureOptions:
     mixed_precision: Literal["no", "bf16"] = option(
         "no", "Precision of all networks; with bf16 the error of the features is logged."
     )
+    allow_tf32: bool = option(
+        False, "Allow TF32 matrix products on GPUs that have them, of all networks; noted beside the results."
+    )
     compile: bool = option(True, "Compile the feature network where there are images enough for it to pay.")
 
 
@@ -128,7 +131,11 @@ class EvaluationOptions(
 ):  # fmt: skip
     """All options of an evaluation."""
 
-    allow_tf32: ClassVar[bool] = False  # numbers are compared
+    @property
+    def precision(self) -> str:
+        """Return what is noted beside the results: numbers of one kind are compared."""
+        names = [self.mixed_precision] * (self.mixed_precision != "no") + ["TF32"] * self.allow_tf32
+        return " with ".join(names) or "no"
 
 
 def parse_evaluation(arguments: list[str]) -> EvaluationOptions:

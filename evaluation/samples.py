@@ -4,13 +4,14 @@ import contextlib
 import hashlib
 import logging
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 from common.files import sha256, unlock
 from common.processes import Processes
+from evaluation.evaluate_options import EvaluationOptions
 from evaluation.image_sets import EncodedImages, open_images
 from evaluation.results import Measured
 from evaluation.statistics import Identity
@@ -83,13 +84,14 @@ def describe_measured(known: dict[str, Any], num_images: int, reference: Identit
 class Samples:
     """The images of a model with the seeds 0 .. count - 1, as generate.py makes them."""
 
-    def __init__(self, job: Job, count: int, precision: str, batch_size: int | None, processes: Processes):
-        self.job, self.count, self.precision, self.processes = job, count, precision, processes
+    def __init__(self, job: Job, count: int, options: EvaluationOptions, processes: Processes):
+        self.job, self.count, self.precision, self.processes = job, count, options.precision, processes
+        precision = options.mixed_precision
         self.name = " ".join(filter(None, [job.model.name, job.condition.guidance.name]))
         self.folder = default_folder(job, precision)
         self.settings = job.method.settings | job.condition.settings
         channels_last = prefers_channels_last(processes.device, precision)
-        self.inference = InferenceSettings(precision, channels_last=channels_last, batch_size=batch_size)
+        self.inference = InferenceSettings(precision, options.allow_tf32, channels_last, batch_size=options.batch_size)
 
     def describe(self, reference: Identity) -> Measured:
         """Return what is known of the images."""
@@ -102,6 +104,12 @@ class Samples:
         record = read_record(self.folder)
         wanted = {"complete": True, "sha256": self.job.model.sha256, **self.settings}
         if record is None or any(record.get(name) != value for name, value in wanted.items()):
+            return None
+        # However many images were in a batch: a batch of another size was chosen for a reason.
+        settings = {name: value for name, value in asdict(self.inference).items() if name != "batch_size"}
+        other = [f"{name} {record.get(name)}" for name, value in settings.items() if record.get(name) != value]
+        if other:
+            logger.info("The images in %s are not used: they were made with %s", self.folder, ", ".join(other))
             return None
         first, _, last = record["seeds"].partition(",")[0].partition("-")
         if first != "0" or int(last or 0) + 1 < self.count:

@@ -80,7 +80,7 @@ class Session:
         features = self.extractor.extract(self.extractor.batches(images, chosen), count, images.name)
         if self.processes.is_main:
             known = {**(record or {}), "name": path.name if record else images.name, "sha256": images.fingerprint}
-            measured = describe_measured(known, count, self.reference[0].identity, options.mixed_precision)
+            measured = describe_measured(known, count, self.reference[0].identity, options.precision)
             self._report(measured, features, {})
         self.processes.barrier()
 
@@ -102,7 +102,7 @@ class Session:
 
         jobs = [replace(job, condition=condition) for job in jobs for condition in conditions]
         for number, job in enumerate(jobs, start=1):
-            samples = Samples(job, count, options.mixed_precision, options.batch_size, processes)
+            samples = Samples(job, count, options, processes)
             measured = samples.describe(self.reference[0].identity) if processes.is_main else None
             if processes.broadcast(processes.is_main and self._is_measured(measured)):
                 logger.info("%s (%d of %d) has been measured already", samples.name, number, len(jobs))

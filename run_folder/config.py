@@ -323,6 +323,15 @@ class SystemOptions:
     )
     allow_tf32: bool = option(False, "Allow TF32 matrix products on GPUs that have them.")
     compile: bool = option(False, "Compile the network before the first step, which takes minutes once.")
+    gradient_checkpointing: bool = option(
+        False,
+        "Keep only the inputs of each block and compute the rest again for the gradient: less memory, slower steps.",
+        may_change=True,
+        on_card=False,
+    )
+    profile: int | None = option(
+        None, "Record so many steps after the first ten: profile.json, a trace, and profile.txt.", POSITIVE, saved=False
+    )
     dry_run: bool = option(False, "Print the configuration and the audit against the paper, then stop.", saved=False)
 
 

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 # What a run and its evaluation write, besides checkpoints and logs.
 CONFIG, AUDIT, METRICS, TIMESTEPS = "config.yaml", "audit.json", "metrics.jsonl", "timesteps.jsonl"
 PIPELINE, CARD, SAMPLES, REPORT = "model_index.json", "README.md", "samples", "report.html"
+PROFILE_TRACE, PROFILE_TABLE = "profile.json", "profile.txt"
 RESULTS, BEST_SCORES, PICTURES = "evaluation_results.csv", "best_scores.csv", "*_vs_*.png"
 # A folder of generated images; in a run they are below `generated`.
 GENERATED, RECORD, NEAREST = "generated", "samples.json", "nearest.json"
@@ -66,6 +67,7 @@ class RunFolder:
         self.generated = path / GENERATED
         self.report_file = path / REPORT
         self.trackers_file = path / TRACKERS
+        self.profile_trace, self.profile_table = path / PROFILE_TRACE, path / PROFILE_TABLE
 
     def grid_file(self, step: int) -> Path:
         return self.samples / f"step-{step}.png"
