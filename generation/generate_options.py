@@ -120,6 +120,11 @@ class OutputOptions:
     progress_gif: bool = option(
         False, "Also the first 16 images from noise to picture, as progress.gif.", not_with="interpolate"
     )
+    progressive: bool = option(
+        False,
+        "Also the x_0 that the network sees at 12 moments of the first 16 images, as progressive.png; not x_t.",
+        not_with="interpolate",
+    )
     interpolate: list[int] = option([], "Two seeds: only a row of pictures between them; --ddim unless told otherwise.")
     nearest: int | None = option(
         None, "Also so many nearest training images beside each of the first 16.", POSITIVE, not_with="interpolate"

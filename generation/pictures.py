@@ -1,6 +1,7 @@
 """Pictures beside the images: a grid, the way from noise, the way between two seeds, the nearest training images."""
 
 import json
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +23,11 @@ from image_data.store import InMemoryImages, StreamedImages, load_training_image
 from run_folder.config import TrainingConfig
 from run_folder.folder import NEAREST, RunFolder
 from run_folder.saved_model import SavedModel
-from schedulers.denoising import NOISE_KEY, to_uint8
+from schedulers.denoising import NOISE_KEY, ExactMethod, StepNoise, to_uint8
 
 SHOWN = 16  # images in a GIF or beside their neighbours
 FRAMES = 50
+ESTIMATES = 12  # of each image in progressive.png
 INTERPOLATED = 11
 IMAGES_COMPARED_AT_ONCE = 1024
 
@@ -60,6 +62,27 @@ def save_progress(job: Job, seeds: list[int], processes: Processes, settings: In
         RunningNetwork(job, processes, settings).generate(seeds, on_step)
     first, *others = frames
     save(first, path, save_all=True, append_images=others, duration=[80] * len(others) + [2000], loop=0)
+
+
+def save_progressive(job: Job, seeds: list[int], processes: Processes, settings: InferenceSettings, path: Path) -> None:
+    """Draw the x_0 that the network sees on the way from noise, a row for each image (Ho et al. 2020, Figure 6)."""
+    method, steps, columns = copy(job.method), len(job.method.timesteps), []
+    if not isinstance(method, ExactMethod):
+        raise UserError(f"--progressive: {method.name} does not say what x_0 it sees; use --ddpm or --ddim")
+    shown_at = {1 + round(place * (steps - 1) / (ESTIMATES - 1)) for place in range(ESTIMATES)}
+    with progress_bar(total=steps, desc=path.name, leave=False) as bar:
+
+        def step(model_output: torch.Tensor, number: int, sample: torch.Tensor, noise: StepNoise) -> torch.Tensor:
+            bar.update()
+            if number in shown_at:
+                t = method.timesteps[number - 1]
+                columns.append(to_uint8(method.scheduler.predict_original(model_output, t, sample)).cpu())
+            return job.method.step(model_output, number, sample, noise)
+
+        method.step = step
+        settings = replace(settings, batch_size=len(seeds), compile=False)
+        RunningNetwork(replace(job, method=method), processes, settings).generate(seeds, lambda number, samples: None)
+    save(image_grid(torch.stack(columns, dim=1).flatten(0, 1), columns=len(columns)), path)
 
 
 def save_interpolation(job: Job, first: int, last: int, processes: Processes, path: Path) -> None:

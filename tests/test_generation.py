@@ -25,6 +25,7 @@ from conditions.guidance import GenerationCondition
 from generation.engine import InferenceSettings, Job, RunningNetwork, choose_batch_size, divide, generate_images
 from generation.engine import generate as generate_batches
 from generation.generate_options import as_ranges, parse_generation, seeds_of
+from image_data.grid import image_grid
 from run_folder.saved_model import find_models
 from schedulers.denoising import DDIM, Predict
 
@@ -420,12 +421,28 @@ def test_a_full_disk_is_one_line(run, reference, tmp_path, monkeypatch):
 
 def test_pictures_beside_the_images(run, tmp_path):
     flags = [run, *FAST, "--num_images=9", f"--output_dir={tmp_path / 'out'}"]
-    generate(*flags, "--progress_gif", "--nearest=3", "--gather_grid")
+    generate(*flags, "--progress_gif", "--progressive", "--nearest=3", "--gather_grid")
     with Image.open(tmp_path / "out" / "progress.gif") as gif:
         assert 1 < gif.n_frames <= 5  # those that are the same are shown as one
         assert sum(gif.seek(frame) or gif.info["duration"] for frame in range(gif.n_frames)) == 4 * 80 + 2000
     assert Image.open(tmp_path / "out" / "grid.png").size == (3 * 50 + 2, 3 * 50 + 2)
     assert (tmp_path / "out" / "nearest.png").exists()
+    # A row for each image, a column for each of the few steps; what the network sees last is the image.
+    progressive = Image.open(tmp_path / "out" / "progressive.png")
+    files = sorted((tmp_path / "out" / "images").glob("*.png"))
+    finished = image_grid(torch.stack([torch.from_numpy(np.array(Image.open(file)))[None] for file in files]), 1)
+    columns = [
+        progressive.crop((left, 0, left + 52, progressive.height)) for left in range(0, progressive.width - 2, 50)
+    ]
+    assert len(columns) == 5
+    assert columns[-1].tobytes() == finished.tobytes()
+    assert columns[0].tobytes() != finished.tobytes()
+
+
+def test_only_exact_methods_say_what_they_see(run, tmp_path):
+    flags = ["--scheduler=EulerDiscreteScheduler", "--num_inference_steps=2", "--num_images=1", "--progressive"]
+    with pytest.raises(UserError, match="EulerDiscreteScheduler does not say what x_0 it sees; use --ddpm or --ddim"):
+        generate(run, *flags, f"--output_dir={tmp_path / 'out'}")
 
 
 def test_the_nearest_training_image_of_a_training_image_is_itself(run):
