@@ -8,12 +8,13 @@ python import_weights.py cifar10_uncond_50M_500K.pt --output_dir models/improved
 
 import logging
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from common.errors import UserError, run_script
 from common.files import replace_folder, sha256, write_atomically
-from common.options import NUM_STEPS, POSITIVE, RESOLUTION, option, parse_options, section
+from common.options import NUM_STEPS, POSITIVE, RESOLUTION, ConfigOptions, option, parse_options, section
 
 logger = logging.getLogger("import_weights")
 
@@ -24,9 +25,8 @@ class ImportOptions:
         None,
         "File of weights: .pt, .ckpt, .safetensors, or .npz with TensorFlow's names; may be given as the first word.",
         positional=True,
-        habits="file",
     )
-    output_dir: str | None = option(None, "Folder for the pipeline; new or empty.", habits="output")
+    output_dir: str | None = option(None, "Folder for the pipeline; new or empty.")
     weights: Literal["ema", "raw"] | None = option(None, "Which, if the file holds both (default: the moving average).")
     resolution: int | None = option(
         None, "Size of the images (default: what attention at 16x16 says, 32 for CIFAR-10).", RESOLUTION
@@ -39,18 +39,33 @@ class ImportOptions:
     )
 
 
-def main() -> None:
-    options = parse_options(
-        ImportOptions, sys.argv[1:], description="Weights of another project as a pipeline of diffusers.",
-        usage="%(prog)s FILE --output_dir FOLDER [--flag value ...]",
-    )  # fmt: skip
+@dataclass
+class Options(ConfigOptions, ImportOptions):
+    """All options of this script."""
+
+
+def parse(arguments: list[str]) -> Options:
+    """Return the options; raise for what cannot be read, or written."""
+    description = "Weights of another project as a pipeline of diffusers."
+    usage = "%(prog)s FILE --output_dir FOLDER [--flag value ...]"
+    options = parse_options(Options, arguments, description=description, usage=usage)
     if options.weights_file is None or options.output_dir is None:
         raise UserError("name a file of weights and a folder: import_weights.py FILE --output_dir FOLDER")
-    path, folder = Path(options.weights_file), Path(options.output_dir)
+    path, folder = paths_of(options)
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--output_dir {folder}: is not empty; name a new folder")
+    return options
+
+
+def paths_of(options: Options) -> tuple[Path, Path]:
+    return Path(options.weights_file), Path(options.output_dir)
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    path, folder = paths_of(options)
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
     from diffusers import DDPMPipeline

@@ -159,7 +159,7 @@ def evaluate(cache_dir):
 
     def call(*flags: str) -> None:
         try:
-            run_script("evaluate", "--nll", f"--cache_dir={cache_dir}", "--dataloader_num_workers=0", *flags)
+            run_script("evaluate", "--nll", f"--cache_dir={cache_dir}", "--num_workers=0", *flags)
         finally:
             logging.getLogger().handlers.clear()
 
