@@ -26,6 +26,7 @@ def main() -> None:
     from generation.pictures import (
         SHOWN,
         find_compared,
+        save_between_images,
         save_interpolation,
         save_nearest,
         save_progress,
@@ -55,6 +56,14 @@ def main() -> None:
             path = folders[0].path / f"interpolation-{first}-{last}.png"
             save_interpolation(folders[0].job, first, last, processes, path)
             logger.info("%s goes from seed %d to seed %d", path, first, last)
+        return
+    if options.interpolate_images:
+        processes.finish()
+        if processes.is_main:
+            first, last = (Path(name).stem for name in options.interpolate_images)
+            path = folders[0].path / f"between-{first}-{last}.png"
+            save_between_images(folders[0].job, options, seeds[0], processes, path)
+            logger.info("%s goes from %s to %s", path, first, last)
         return
 
     precision, channels_last = processes.precision, options.channels_last == "yes"

@@ -441,7 +441,7 @@ def test_pictures_beside_the_images(run, tmp_path):
 
 def test_only_exact_methods_say_what_they_see(run, tmp_path):
     flags = ["--scheduler=EulerDiscreteScheduler", "--num_inference_steps=2", "--num_images=1", "--progressive"]
-    with pytest.raises(UserError, match="EulerDiscreteScheduler does not say what x_0 it sees; use --ddpm or --ddim"):
+    with pytest.raises(UserError, match="--progressive goes with --ddpm and --ddim, .*, not EulerDiscreteScheduler"):
         generate(run, *flags, f"--output_dir={tmp_path / 'out'}")
 
 
@@ -471,6 +471,39 @@ def test_between_two_seeds(run, reference, tmp_path):
         image = torch.from_numpy(np.asarray(Image.open(path)).copy())[None, None]
         tile = np.asarray(image_grid(image, columns=1))
         assert np.abs(row[2:50, left : left + 48] - tile).max() <= 1
+
+
+def test_between_two_images(run, reference, tmp_path):
+    """A row for each t, the images at its ends; with one step of noise the network gives nearly the images back."""
+    files = [str(reference / "images" / f"{seed:06d}.png") for seed in (3, 5)]
+    flags = ["--interpolate_images", *files, "--interpolate_t", "1", "600", f"--output_dir={tmp_path / 'out'}"]
+    generate(run, *flags, "--ddim", "--num_inference_steps=1000")
+    picture = np.asarray(Image.open(tmp_path / "out" / "between-000003-000005.png")).astype(int)
+    assert picture.shape[:2] == (2 * 50 + 2, 13 * 50 + 2)
+    coarse, fine = picture[2:50], picture[52:100]
+    tiles = [[row[:, left : left + 48] for left in range(2, 13 * 50, 50)] for row in (coarse, fine)]
+    for tile in tiles:
+        assert np.array_equal(tile[0], tiles[0][0])
+        assert np.array_equal(tile[-1], tiles[0][-1])
+    # One step: x_1 is the image and noise of 1/100, and so is what is in the middle the mean of both.
+    assert np.abs(tiles[1][1] - tiles[1][0]).max() < 15
+    assert np.abs(tiles[1][-2] - tiles[1][-1]).max() < 15
+    assert np.abs(tiles[1][6] - (tiles[1][0] + tiles[1][-1]) / 2).max() < 15
+    assert np.abs(tiles[0][1] - tiles[0][0]).mean() > np.abs(tiles[1][1] - tiles[1][0]).mean()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--interpolate_images", "a.png"], "needs two image files"),
+        (["--interpolate_images", "a.png", "b.png"], "a.png: cannot be read"),
+        (["--interpolate_images", "README.md", "README.md"], "README.md: cannot be read"),
+        (["--interpolate_t", "3"], "no effect without --interpolate_images"),
+    ],
+)
+def test_mistakes_about_images_to_interpolate(run, tmp_path, flags, message):
+    with pytest.raises(UserError, match=message):
+        generate(run, *flags, f"--output_dir={tmp_path / 'out'}")
 
 
 # Seeds as text.
