@@ -197,7 +197,7 @@ class Likelihood:
             raise UserError(f"--nll: choose one of the splits with --split: {', '.join(there)}")
         if not options.split and len(splits) < len(SPLITS):
             logger.info("The data have no other split than %s", splits[0])
-        opened = [EncodedImages(load_images(data, split), size, channels) for split in splits]
+        opened = [EncodedImages(load_images(data, split), size, channels, data.interpolation) for split in splits]
         skipping = "skip" in (options.on_bad_image, data.on_bad_image)
         return [images.without_bad(self.num_workers) for images in opened] if skipping else opened
 
@@ -212,7 +212,7 @@ class Likelihood:
         with user_errors(f"{self.output_dir}: the results cannot be written there", OSError):
             write_terms(self.output_dir / FOLDER / f"{model.label}-{images.split}.csv", bounds, rmse)
             known = {"step": model.step, "weights": model.weights, "sha256": model.sha256, "batch_size": batch_size}
-            known |= {"images": str(images.files), "fingerprint": images.fingerprint[:8], "num_images": len(rows)}
+            known |= {"images": str(images.files), "fingerprint": images.fingerprint, "num_images": len(rows)}
             known |= {"precision": self.processes.precision, "rmse": rmse[0].item()}
             numbers = {
                 name: {number: getattr(bound, number) for number in NUMBERS if number != "rmse"}

@@ -133,7 +133,8 @@ def save_between_images(job: Job, options: OutputOptions, seed: int, processes: 
 def read_image(path: Path, channels: int, size: int) -> torch.Tensor:
     """Read an image file in the model's size, cropped at the centre."""
     with user_errors(f"--interpolate_images {path}: cannot be read", OSError, UndecodableImage):
-        return torch.from_numpy(decode_image(path.read_bytes(), channels, size, center_crop=True))
+        pixels = decode_image(path.read_bytes(), channels, size, center_crop=True)
+    return torch.tensor(pixels)
 
 
 def spherical(first: torch.Tensor, last: torch.Tensor, fractions: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Bits per dimension against closed forms: a Gaussian whose best network, bound and true entropy are known."""
 
 import csv
+import functools
 import logging
 import math
 
@@ -8,8 +9,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import run_script
-from evaluation_helpers import run  # noqa: F401
+from conftest import run_script, run_training
 
 from common.errors import UserError
 from evaluation.likelihood import Measurement, bound_of, decoder_bits, measure_batch, prior_bits
@@ -74,8 +74,9 @@ def cost_of_variances(steps: int, variance_type: str) -> float:
     return ((ratio - 1 - np.log(ratio)) / (2 * math.log(2))).sum()
 
 
-def measured(prediction_type: str, steps: int, images: torch.Tensor):
-    scheduler = build_scheduler("linear", steps, "fixed_large", prediction_type)
+@functools.cache
+def measured(prediction_type: str, steps: int):
+    scheduler, images = build_scheduler("linear", steps, "fixed_large", prediction_type), gaussian_images(64)
     return measure_batch(best_network(scheduler), scheduler, images, torch.arange(len(images))), scheduler
 
 
@@ -83,7 +84,7 @@ class TestGaussian:
     @pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
     @pytest.mark.parametrize("variance_type", ["fixed_large", "fixed_small"])
     def test_every_term_is_the_closed_form(self, prediction_type, variance_type):
-        found, scheduler = measured(prediction_type, 100, gaussian_images(64))
+        found, scheduler = measured(prediction_type, 100)
         terms = bound_of(found, scheduler, variance_type).terms[1:].numpy()
         expected = expected_terms(100, variance_type)
         # 16,384 pixels: a squared error is known to 1.1 %, the sum of 99 of them to 0.2 %.
@@ -93,7 +94,7 @@ class TestGaussian:
     @pytest.mark.parametrize("variance_type", ["fixed_large", "fixed_small"])
     def test_the_whole_is_the_entropy_and_what_the_variance_costs(self, variance_type):
         """-log p of a Gaussian is known: the bound of its best network exceeds it by what the variances are off."""
-        found, scheduler = measured("epsilon", 1000, gaussian_images(64))
+        found, scheduler = measured("epsilon", 1000)
         bound = bound_of(found, scheduler, variance_type)
         expected = entropy() + cost_of_variances(1000, variance_type)
         assert bound.nll == pytest.approx(expected, abs=3 * bound.standard_error + 0.01)
@@ -153,6 +154,15 @@ def read(path):
         return list(csv.DictReader(file))
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tiny_flags):
+    """A run of few diffusion steps."""
+    flags = ["--max_train_steps=4", "--save_images_steps=100", "--ddpm_num_steps=50"]
+    folder = run_training(tmp_path_factory.mktemp("runs") / "run", [*tiny_flags, *flags])
+    logging.getLogger().handlers.clear()
+    return folder
+
+
 @pytest.fixture
 def evaluate(cache_dir):
     """evaluate.py --nll in this process."""
@@ -177,7 +187,7 @@ class TestScript:
         for row in rows:
             assert float(row["nll"]) == pytest.approx(float(row["rate"]) + float(row["distortion"]))
         lines = read(run / "likelihood" / "step-4-ema-train.csv")
-        assert [line["t"] for line in lines] == [str(t) for t in range(1000)]
+        assert [line["t"] for line in lines] == [str(t) for t in range(50)]
         total = sum(float(line["bits_fixed_small"]) for line in lines) + float(rows[1]["prior"])
         assert total == pytest.approx(float(rows[1]["nll"]))
         assert (run / "likelihood" / "step-4-ema.png").exists()
