@@ -25,6 +25,12 @@ from run_folder.folder import RunFolder
 
 FEWEST_IMAGES = 10  # the Inception Score takes ten splits, and an image needs five neighbours
 Mode = Literal["legacy_tensorflow", "clean", "legacy_pytorch"]
+# All that --nll asks for.
+WITH_NLL = (
+    "nll", "run_dir", "num_images", "checkpoints", "weights", "batch_size", "dataset_name", "dataset_config_name",
+    "train_data_dir", "split", "image_column", "on_bad_image", "mixed_precision", "output_dir", "cache_dir",
+    "num_workers", "config",
+)  # fmt: skip
 
 
 @section("what is measured: images, or every checkpoint of a run")
@@ -40,6 +46,12 @@ class ImagesOptions:
         None,
         "Images to measure (default: all of --generated; 10000 of a run).",
         from_to(FEWEST_IMAGES, MOST_IMAGES),
+    )
+    nll: bool = option(
+        False,
+        "Instead of samples: the bound on the negative log-likelihood of the real images, in bits per dimension, with "
+        "rate and distortion; of training and test images, --num_images of each. The first word may be any model.",
+        only_with="run_dir",
     )
 
 
@@ -69,7 +81,9 @@ class ReferenceOptions:
         None, "Configuration of the data set, if it has several.", only_with="dataset_name"
     )
     train_data_dir: str | None = option(None, "Real images: folder of images in the layout of training.")
-    split: str = option("train", "Split of the data set.", not_with="real statistics")
+    split: str | None = option(
+        None, "Split of the data set (default: train; of --nll train and test).", not_with="real statistics"
+    )
     image_column: str | None = option(
         None, "Column with the images; found by itself if there is only one.", only_with="dataset_name train_data_dir"
     )
@@ -188,11 +202,16 @@ def validate(options: EvaluationOptions) -> None:
     for name, facts in facts_of(EvaluationOptions).items() if options.compare else ():
         if name not in ("compare", "output_dir", "config") and getattr(options, name) != facts.default:
             raise UserError(f"--{name} goes with a run or --generated; --compare reads what has been measured")
+    for name, facts in facts_of(EvaluationOptions).items() if options.nll else ():
+        if name not in WITH_NLL and getattr(options, name) != facts.default:
+            raise UserError(f"--{name} has no effect with --nll, which generates no images: leave one of them out")
     if options.run_dir and options.resolution:
         raise UserError("--resolution: the real images are brought to the resolution of the run")
     # Before networks are loaded, which can take a minute.
     for name in ("generated", "run_dir", "real", "train_data_dir", "statistics", "inception_weights"):
         value = getattr(options, name)
+        if options.nll and name == "run_dir":
+            continue  # a model, which may be on the Hub
         path = Path(value or "").expanduser()
         if not path.exists():
             raise UserError(f"--{name} {value}: there is no such file or folder ({path.resolve()})")
@@ -204,7 +223,7 @@ def validate(options: EvaluationOptions) -> None:
                 f"--generated {options.generated} and --{name} {getattr(options, name)} are the same images"
             )
     run_config = RunFolder(Path(options.run_dir or "").expanduser()).config_file
-    if options.run_dir and not run_config.is_file():
+    if options.run_dir and not options.nll and not run_config.is_file():
         raise UserError(
             f"--run_dir {options.run_dir}: no run is there (no {run_config.name}); images are measured with --generated"
         )

@@ -160,9 +160,9 @@ class Session:
         elif options.dataset_name or options.train_data_dir:
             named = "dataset_name dataset_config_name train_data_dir image_column cache_dir on_bad_image".split()
             data = DataOptions(**{name: getattr(options, name) for name in named})
-            images = EncodedImages(load_images(data, options.split), resolution)
+            images = EncodedImages(load_images(data, options.split or "train"), resolution)
         else:
-            return training_images(self.run.read_config(), options.split, options.cache_dir, num_workers)
+            return training_images(self.run.read_config(), options.split or "train", options.cache_dir, num_workers)
         skipping = options.on_bad_image == "skip" and isinstance(images, EncodedImages)
         return images.without_bad(num_workers) if skipping else images
 

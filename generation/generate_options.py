@@ -105,24 +105,45 @@ class OutputOptions:
     overwrite: bool = option(
         False,
         "Delete the images that are in the folder, whatever made them, and start anew.",
-        not_with="interpolate",
+        not_with="interpolate interpolate_images",
     )
     format: Literal["png", "npz", "parquet"] = option(
         "png",
         "PNG files, one samples.npz (arr_0, seeds), or a folder for datasets.load_dataset.",
-        not_with="interpolate",
+        not_with="interpolate interpolate_images",
     )
     gather_grid: bool = option(
         False,
         f"All images in grid.png, collected from all processes, instead of the first {DEFAULT_IMAGES}.",
-        not_with="interpolate",
+        not_with="interpolate interpolate_images",
     )
     progress_gif: bool = option(
-        False, "Also the first 16 images from noise to picture, as progress.gif.", not_with="interpolate"
+        False,
+        "Also the first 16 images from noise to picture, as progress.gif.",
+        not_with="interpolate interpolate_images",
+    )
+    progressive: bool = option(
+        False,
+        "Also the x_0 that the network sees at 12 moments of the first 16 images, as progressive.png; not x_t.",
+        not_with="interpolate interpolate_images",
     )
     interpolate: list[int] = option([], "Two seeds: only a row of pictures between them; --ddim unless told otherwise.")
+    interpolate_images: list[str] = option(
+        [],
+        "Two image files: only a picture of the way between them, noised, mixed and denoised.",
+        not_with="interpolate",
+    )
+    interpolate_t: list[int] = option(
+        [500],
+        "Steps of noise for --interpolate_images, a row for each: many for coarse changes, few for fine ones.",
+        POSITIVE,
+        only_with="interpolate_images",
+    )
     nearest: int | None = option(
-        None, "Also so many nearest training images beside each of the first 16.", POSITIVE, not_with="interpolate"
+        None,
+        "Also so many nearest training images beside each of the first 16.",
+        POSITIVE,
+        not_with="interpolate interpolate_images",
     )
     dataset_name: str | None = option(
         None, "Training images for --nearest (default: those of the run).", only_with="nearest"
@@ -139,17 +160,19 @@ class SpeedOptions:
         "Images per process and forward pass (default: the largest that pays, measured at the start; "
         f"{SMALLEST_BATCH} for less than {2 * SMALLEST_BATCH * BATCHES_TO_SHARE} images).",
         POSITIVE,
-        not_with="interpolate",
+        not_with="interpolate interpolate_images",
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
         None, "Precision of the network (default: what `accelerate launch` says, else no); noise stays float32."
     )
     allow_tf32: bool = option(False, "Allow TF32 matrix products on GPUs that have them.")
-    compile: bool = option(False, "Compile the network first, which takes up to minutes.", not_with="interpolate")
+    compile: bool = option(
+        False, "Compile the network first, which takes up to minutes.", not_with="interpolate interpolate_images"
+    )
     channels_last: Literal["auto", "yes", "no"] = option(
         "auto",
         "Keep channels last in memory; auto: on GPUs in mixed precision, whose matrix units want it.",
-        not_with="interpolate",
+        not_with="interpolate interpolate_images",
     )
 
 
@@ -182,6 +205,19 @@ def parse_generation(arguments: list[str]) -> GenerationOptions:
         raise UserError(f"--interpolate {' '.join(map(str, options.interpolate))}: needs two different seeds")
     if options.interpolate and (options.seeds or options.num_images or options.checkpoints):
         raise UserError("--interpolate draws one row with one model: leave out --seeds, --num_images and --checkpoints")
+    if options.interpolate_images and (options.num_images or options.checkpoints):
+        raise UserError(
+            "--interpolate_images draws one picture with one model: leave out --num_images and --checkpoints"
+        )
+    if options.interpolate_images and (
+        len(options.interpolate_images) != 2 or len(seeds_of(options)) > 1 and options.seeds
+    ):
+        raise UserError("--interpolate_images needs two image files, and at most one of --seeds")
+    for name in ("interpolate_images", "progressive"):
+        if getattr(options, name) and options.scheduler:
+            raise UserError(
+                f"--{name} goes with --ddpm and --ddim, which say what x_0 they see, not {options.scheduler}"
+            )
     if options.gather_grid and len(seeds) > LARGEST_GATHERED_GRID:
         raise UserError(f"--gather_grid: a grid has at most {LARGEST_GATHERED_GRID} images")
     if options.dataset_name and options.train_data_dir:

@@ -18,6 +18,7 @@ import yaml
 from common.errors import UserError
 from common.options import (
     BELOW_ONE,
+    BETWEEN_ZERO_AND_ONE,
     LARGEST_INT,
     NOT_NEGATIVE,
     NUM_STEPS,
@@ -47,6 +48,12 @@ LARGEST_GRID = 4096
 SAME_OBJECTIVE = ("uniform", "stratified", "loss_second_moment", "kingma_gao")
 CHANGED_OBJECTIVE = ("logit_normal", "edm", "log_snr", "laplace", "beta", "speed")
 CHANGED_OBJECTIVE += ("infonoise", "edm2", "marginal_return", "ats")
+
+# The options that are the arguments of build_scheduler (schedulers/ddpm.py), in order.
+SCHEDULER_OPTIONS = (
+    "ddpm_beta_schedule", "ddpm_num_steps", "variance_type", "prediction_type", "beta_start", "beta_end",
+)  # fmt: skip
+COSINE = "ddpm_beta_schedule=cosine ddpm_beta_schedule=squaredcos_cap_v2"  # which no beta is given
 
 
 @section("condition")
@@ -104,6 +111,10 @@ class DiffusionOptions:
         "linear", "quadratic", "scaled_linear", "cosine", "squaredcos_cap_v2", "sigmoid", "constant",
         "warmup10", "warmup50",
     ] = option("linear", "Beta schedule, by its name in papers or in diffusers.", fixed=True)  # fmt: skip
+    beta_start: float = option(
+        1e-4, "The first beta.", BETWEEN_ZERO_AND_ONE, not_with=f"{COSINE} ddpm_beta_schedule=constant", fixed=True
+    )
+    beta_end: float = option(0.02, "The last beta.", BETWEEN_ZERO_AND_ONE, not_with=COSINE, fixed=True)
     variance_type: Literal["fixed_large", "fixed_small"] = option(
         "fixed_large", "Variance of the ancestral steps: beta_t or the posterior's."
     )

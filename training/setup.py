@@ -24,6 +24,7 @@ from image_data.store import TrainingImages
 from reporting.run_page import write_report
 from run_folder.checkpoints import CheckpointWriter, load_checkpoint
 from run_folder.config import (
+    SCHEDULER_OPTIONS,
     BatchSizes,
     TrainingConfig,
     as_yaml,
@@ -151,9 +152,7 @@ def check_before_work(config: TrainingConfig, processes: Processes) -> None:
 
 def build_process(config: TrainingConfig) -> ExactDDPMScheduler:
     """Build the diffusion that the configuration names."""
-    return build_scheduler(
-        config.ddpm_beta_schedule, config.ddpm_num_steps, config.variance_type, config.prediction_type
-    )
+    return build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS))
 
 
 def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages, condition: Condition) -> Run:
