@@ -91,7 +91,6 @@ def main() -> None:
         say(f"open {page.local_url} in a browser; Ctrl-C ends it")
         while not stop_requested():
             time.sleep(SECONDS_BETWEEN_LOOKS)
-    page.close(verbose=False)
 
 
 def build_page(models: dict[str, SavedModel], studio: Studio) -> Any:
