@@ -130,10 +130,14 @@ class Samples:
         logger.info("Its images are in %s until they are measured", folder)
         return self._complete(folder)
 
+    @property
+    def identity(self) -> str:
+        """Return what makes these images, in words that are others for whatever makes other images."""
+        return repr((self.job.model.sha256, *sorted(self.settings.items()), self.inference))
+
     def unmeasured(self, output_dir: Path) -> Path:
-        """Return that folder, another for whatever makes other images."""
-        made_by = (self.job.model.sha256, *sorted(self.settings.items()), self.inference)
-        key = hashlib.blake2b(repr(made_by).encode(), digest_size=4).hexdigest()
+        """Return that folder."""
+        key = hashlib.blake2b(self.identity.encode(), digest_size=4).hexdigest()
         return output_dir / UNMEASURED / f"{self.job.model.label}-{key}"
 
     def discard(self, output_dir: Path) -> None:

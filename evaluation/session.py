@@ -46,6 +46,7 @@ class Session:
         workers = options.num_workers
         workers = default_num_workers(processes.local_count) if workers is None else workers
         self.extractor = FeatureExtractor(networks, options.feature_batch_size, workers, processes, options.compile)
+        self.extractor.unfinished_dir = cache_dir / "unfinished"
         self.run = RunFolder(Path(options.run_dir).expanduser()) if options.run_dir else None
         folder = options.output_dir or options.run_dir
         self.output_dir = Path(folder).expanduser() if folder else None
@@ -77,12 +78,14 @@ class Session:
         self.extractor.prepare(count, images.size)
         # generate.py's are in the order of their seeds; of others the first by name may all be of one kind.
         chosen = torch.as_tensor(range(count) if record else spread(len(images), count))
-        features = self.extractor.extract(self.extractor.batches(images, chosen), count, images.name)
+        batches = self.extractor.batches(images, chosen)
+        features = self.extractor.extract(batches, count, images.name, identity=f"{images.fingerprint} {bool(record)}")
         if self.processes.is_main:
             known = {**(record or {}), "name": path.name if record else images.name, "sha256": images.fingerprint}
             measured = describe_measured(known, count, self.reference[0].identity, options.mixed_precision)
             self._report(measured, features, {})
         self.processes.barrier()
+        self.extractor.forget()
 
     def measure_run(self) -> None:
         """Measure every checkpoint of a run that has not been measured in this way."""
@@ -209,13 +212,14 @@ class Session:
             logger.info("Its images are in %s", folder)
         batches = self.extractor.batches(open_images(str(folder), "--run_dir"), torch.arange(samples.count))
         batches = self.accuracy.observe(batches) if self.accuracy else batches
-        features = self.extractor.extract(batches, samples.count, samples.job.model.name)
+        features = self.extractor.extract(batches, samples.count, samples.job.model.name, identity=samples.identity)
         metrics = self.accuracy.measure() if self.accuracy else {}
         if processes.is_main:
             self._report(measured, features, metrics)
             if measured.step is not None:
                 results.log_results(self.run, self.output_dir, measured, metrics)
         processes.barrier()
+        self.extractor.forget()
         if processes.is_main:
             samples.discard(self.output_dir)
 

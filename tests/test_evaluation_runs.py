@@ -80,10 +80,10 @@ class TestRun:
                 elif job.model.step == 4 and ending == "kill":
                     raise MemoryError
 
-        def stopped_when_generated(extractor, batches, count, name):
+        def stopped_when_generated(extractor, batches, count, name, *given, **named):
             if name == "checkpoint-4" and ending == "while measuring":
                 raise Interrupted("SIGTERM: stopped; there was nothing to save")
-            return extract(extractor, batches, count, name)
+            return extract(extractor, batches, count, name, *given, **named)
 
         monkeypatch.setattr(sample_folder, "generate", stopped_at_step_4)
         monkeypatch.setattr(FeatureExtractor, "extract", stopped_when_generated)
@@ -110,6 +110,39 @@ class TestRun:
         found, expected = (read_csv(path / "evaluation_results.csv") for path in (tmp_path, measured_run))
         for one, other in zip(found, expected, strict=True):
             assert metrics_in(one) == pytest.approx(metrics_in(other), rel=1e-9, abs=1e-9)
+
+    @pytest.mark.parametrize("what", ["samples", "reference"])
+    def test_a_pass_that_is_killed_goes_on_where_it_was(self, measured_run, evaluate, tmp_path, monkeypatch, what):
+        from evaluation import features
+        from evaluation.networks import FeatureNetwork
+
+        compute, seen = FeatureNetwork.compute, []
+        flags = [f"--run_dir={measured_run}", *SAMPLED, "--checkpoints=4", "--feature_batch_size=4"]
+        cache = f"--cache_dir={tmp_path / 'cache'}" if what == "reference" else "--feature_batch_size=4"
+        evaluate(*flags, f"--output_dir={tmp_path / 'whole'}")
+
+        def killed(point: str) -> None:
+            if point == "features" and len(seen) >= 2:
+                raise MemoryError
+
+        def counted(network, images, *given):
+            seen.append(len(images))
+            return compute(network, images, *given)
+
+        monkeypatch.setattr(features, "SECONDS_BETWEEN_SAVES", 0.0)
+        monkeypatch.setattr(features, "fault_point", killed)
+        monkeypatch.setattr(features.FeatureExtractor, "_seconds_per_batch", lambda *given: 1.0)
+        monkeypatch.setattr(FeatureNetwork, "compute", counted)
+        with pytest.raises(MemoryError):
+            evaluate(*flags, cache, f"--output_dir={tmp_path / 'killed'}")
+        assert len(seen) == 2
+        monkeypatch.setattr(features, "fault_point", lambda point: None)
+        seen.clear()
+        evaluate(*flags, cache, f"--output_dir={tmp_path / 'killed'}")
+        assert sum(seen) == 4 if what == "samples" else 1797 + 12 - 8 <= sum(seen) <= 1797 + 12 - 8 + 3
+        (found,), (expected,) = (read_csv(tmp_path / name / "evaluation_results.csv") for name in ("killed", "whole"))
+        assert metrics_in(found) == metrics_in(expected)
+        assert not [*tmp_path.rglob("unfinished/*")]
 
     def test_results_are_on_the_disk_before_the_screen(self, measured_run, evaluate, tmp_path, monkeypatch):
         def closed(text, **given):
