@@ -81,11 +81,13 @@ def describe_measured(known: dict[str, Any], num_images: int, reference: Identit
 
 
 class Samples:
-    """The images of a model with the seeds 0 .. count - 1, as generate.py makes them."""
+    """The images of a model with seeds in a row, as generate.py makes them."""
 
-    def __init__(self, job: Job, count: int, precision: str, batch_size: int | None, processes: Processes):
-        self.job, self.count, self.precision, self.processes = job, count, precision, processes
-        self.name = " ".join(filter(None, [job.model.name, job.condition.guidance.name]))
+    def __init__(self, job: Job, seeds: range, precision: str, batch_size: int | None, processes: Processes):
+        self.job, self.seeds, self.precision, self.processes = job, seeds, precision, processes
+        self.count = len(seeds)
+        self.which = f"seeds={seeds[0]}-{seeds[-1]}" if seeds[0] > 0 else ""  # of another set than the first
+        self.name = " ".join(filter(None, [job.model.name, job.condition.guidance.name, self.which]))
         self.folder = default_folder(job, precision)
         self.settings = job.method.settings | job.condition.settings
         channels_last = prefers_channels_last(processes.device, precision)
@@ -95,7 +97,8 @@ class Samples:
         """Return what is known of the images."""
         model = self.job.model
         known = {name: getattr(model, name) for name in ("step", "train_seconds", "weights", "name", "sha256")}
-        return describe_measured(known | self.settings, self.count, reference, self.precision)
+        measured = describe_measured(known | self.settings, self.count, reference, self.precision)
+        return replace(measured, settings=" ".join(filter(None, [measured.settings, self.which])) or None)
 
     def find_kept(self) -> Path | None:
         """Return the folder in which generate.py or an evaluation kept these images, if there are enough."""
@@ -104,7 +107,7 @@ class Samples:
         if record is None or any(record.get(name) != value for name, value in wanted.items()):
             return None
         first, _, last = record["seeds"].partition(",")[0].partition("-")
-        if first != "0" or int(last or 0) + 1 < self.count:
+        if first != "0" or int(last or 0) < self.seeds[-1]:
             return None
         found = len(open_images(str(self.folder), "--run_dir"))
         if found != record["images"]:
@@ -133,7 +136,8 @@ class Samples:
     @property
     def identity(self) -> str:
         """Return what makes these images, in words that are others for whatever makes other images."""
-        return repr((self.job.model.sha256, *sorted(self.settings.items()), self.inference))
+        which = (self.which,) if self.which else ()
+        return repr((self.job.model.sha256, *sorted(self.settings.items()), self.inference, *which))
 
     def unmeasured(self, output_dir: Path) -> Path:
         """Return that folder."""
@@ -149,6 +153,6 @@ class Samples:
             folder.parent.rmdir()
 
     def _complete(self, folder: Path) -> Path:
-        complete_folders([SampleFolder(folder, self.job, range(self.count))], self.processes, self.inference)
+        complete_folders([SampleFolder(folder, self.job, self.seeds)], self.processes, self.inference)
         self.processes.barrier()
         return folder
