@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -205,9 +205,7 @@ def prompt_condition(
     """Return the condition that shows the prompts in turn; the negative prompt is the row without a condition."""
     prompts = options.prompt or (read_prompts(options.prompts_file) if options.prompts_file else [])
     prompts, negative = prompts or model.condition["prompts"], options.negative_prompt or ""
-    known = set(model.condition["vocabulary"])
-    unknown = sorted({word for text in (*prompts, negative) for word in words_of(text) if word not in known})
-    if unknown:
+    if unknown := unknown_words((*prompts, negative), model.condition):
         logger.warning("Words that no caption of the training had: %s", ", ".join(unknown))
     logger.info("Prompts, in turn: %s", "; ".join(prompts[:8]) + ("; ..." if len(prompts) > 8 else ""))
     row_of = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
@@ -216,6 +214,12 @@ def prompt_condition(
     request = {"prompts": prompts, "negative_prompt": negative}
     rows = [row_of[prompt] for prompt in prompts]
     return GenerationCondition(condition, prompts, rows, guidance, request, short_name=" ".join(prompts))
+
+
+def unknown_words(texts: Iterable[str], condition: dict[str, Any] | None) -> list[str]:
+    """Return the words that no caption of the training had, of which the network knows nothing."""
+    known = set(condition["vocabulary"]) if condition and condition["condition"] == "text" else None
+    return [] if known is None else sorted({word for text in texts for word in words_of(text)} - known)
 
 
 def read_prompts(file: str) -> list[str]:

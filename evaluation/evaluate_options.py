@@ -70,6 +70,11 @@ class RunOptions:
         "their classes in the same proportions.",
         NOT_NEGATIVE,
     )
+    repeats: int = option(
+        1,
+        "Measure so many disjoint sets of --num_images images (of the seeds 0, 1, ...), and report mean and spread.",
+        from_to(1, 100),
+    )
     keep_images: bool = option(False, "Keep them in the run's folder, where generate.py would put them.")
 
 

@@ -82,12 +82,13 @@ def describe_measured(known: dict[str, Any], num_images: int, reference: Identit
 
 
 class Samples:
-    """The images of a model with the seeds 0 .. count - 1, as generate.py makes them."""
+    """The images of a model with seeds in a row, as generate.py makes them."""
 
-    def __init__(self, job: Job, count: int, options: EvaluationOptions, processes: Processes):
-        self.job, self.count, self.precision, self.processes = job, count, options.precision, processes
-        precision = options.mixed_precision
-        self.name = " ".join(filter(None, [job.model.name, job.condition.guidance.name]))
+    def __init__(self, job: Job, seeds: range, options: EvaluationOptions, processes: Processes):
+        self.job, self.seeds, self.precision, self.processes = job, seeds, options.precision, processes
+        self.count, precision = len(seeds), options.mixed_precision
+        self.which = f"seeds={seeds[0]}-{seeds[-1]}" if seeds[0] > 0 else ""  # of another set than the first
+        self.name = " ".join(filter(None, [job.model.name, job.condition.guidance.name, self.which]))
         self.folder = default_folder(job, precision)
         self.settings = job.method.settings | job.condition.settings
         channels_last = prefers_channels_last(processes.device, precision)
@@ -97,7 +98,8 @@ class Samples:
         """Return what is known of the images."""
         model = self.job.model
         known = {name: getattr(model, name) for name in ("step", "train_seconds", "weights", "name", "sha256")}
-        return describe_measured(known | self.settings, self.count, reference, self.precision)
+        measured = describe_measured(known | self.settings, self.count, reference, self.precision)
+        return replace(measured, settings=" ".join(filter(None, [measured.settings, self.which])) or None)
 
     def find_kept(self) -> Path | None:
         """Return the folder in which generate.py or an evaluation kept these images, if there are enough."""
@@ -112,7 +114,7 @@ class Samples:
             logger.info("The images in %s are not used: they were made with %s", self.folder, ", ".join(other))
             return None
         first, _, last = record["seeds"].partition(",")[0].partition("-")
-        if first != "0" or int(last or 0) + 1 < self.count:
+        if first != "0" or int(last or 0) < self.seeds[-1]:
             return None
         found = len(open_images(str(self.folder), "--run_dir"))
         if found != record["images"]:
@@ -138,10 +140,15 @@ class Samples:
         logger.info("Its images are in %s until they are measured", folder)
         return self._complete(folder)
 
+    @property
+    def identity(self) -> str:
+        """Return what makes these images, in words that are others for whatever makes other images."""
+        which = (self.which,) if self.which else ()
+        return repr((self.job.model.sha256, *sorted(self.settings.items()), self.inference, *which))
+
     def unmeasured(self, output_dir: Path) -> Path:
-        """Return that folder, another for whatever makes other images."""
-        made_by = (self.job.model.sha256, *sorted(self.settings.items()), self.inference)
-        key = hashlib.blake2b(repr(made_by).encode(), digest_size=4).hexdigest()
+        """Return that folder."""
+        key = hashlib.blake2b(self.identity.encode(), digest_size=4).hexdigest()
         return output_dir / UNMEASURED / f"{self.job.model.label}-{key}"
 
     def discard(self, output_dir: Path) -> None:
@@ -153,6 +160,6 @@ class Samples:
             folder.parent.rmdir()
 
     def _complete(self, folder: Path) -> Path:
-        complete_folders([SampleFolder(folder, self.job, range(self.count))], self.processes, self.inference)
+        complete_folders([SampleFolder(folder, self.job, self.seeds)], self.processes, self.inference)
         self.processes.barrier()
         return folder

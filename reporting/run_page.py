@@ -180,7 +180,7 @@ def embed(path: Path) -> dict | None:
 
 def read_evaluation(run: RunFolder) -> dict | None:
     """Read the table of evaluate.py, and the best number of each metric."""
-    rows = read_table(run.results_file)
+    rows = [row for row in read_table(run.results_file) if " seeds=" not in f" {row.get('settings')}"]  # but their mean
     columns = [name for name in rows[0] if name and "@" in name] if rows else []
     if not columns:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import shutil
 from contextlib import suppress
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 CONFIG, AUDIT, METRICS, TIMESTEPS = "config.yaml", "audit.json", "metrics.jsonl", "timesteps.jsonl"
 PIPELINE, CARD, SAMPLES, REPORT = "model_index.json", "README.md", "samples", "report.html"
 PROFILE_TRACE, PROFILE_TABLE = "profile.json", "profile.txt"
+FEW_IMAGES = 10_000  # a Fréchet distance of fewer is far above that of many
 RESULTS, BEST_SCORES, PICTURES = "evaluation_results.csv", "best_scores.csv", "*_vs_*.png"
 # A folder of generated images; in a run they are below `generated`.
 GENERATED, RECORD, NEAREST = "generated", "samples.json", "nearest.json"
@@ -280,3 +282,9 @@ def remove_run(config: TrainingConfig) -> None:
     for entry in Path(config.output_dir).iterdir():
         if entry.name != LOCK_FILE and is_of_a_run(entry.name, config):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def is_of_few_images(column: str) -> bool:
+    """Return whether a column of the results is a Fréchet distance of so few images that papers cannot be compared."""
+    name, _, count = column.partition("@")
+    return re.match(r"(s?fid|fd)(_|$)", name) is not None and count.isdecimal() and int(count) < FEW_IMAGES
