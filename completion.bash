@@ -8,7 +8,7 @@ _exact_ddpm() {
     local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD - 1]}" script= help= name=
     for name in "${COMP_WORDS[@]:0:COMP_CWORD}"; do
         case "${name##*/}" in
-            prepare_data.py | train_unconditional.py | train_conditional.py | generate.py | evaluate.py | visualize.py | report.py)
+            prepare_data.py | train_unconditional.py | train_conditional.py | generate.py | evaluate.py | visualize.py | report.py | app.py | import_weights.py)
                 script="$name" ;;
         esac
     done
@@ -28,4 +28,4 @@ _exact_ddpm() {
 }
 
 complete -o default -F _exact_ddpm python python3 torchrun ./prepare_data.py ./train_unconditional.py \
-    ./train_conditional.py ./generate.py ./evaluate.py ./visualize.py ./report.py
+    ./train_conditional.py ./generate.py ./evaluate.py ./visualize.py ./report.py ./app.py ./import_weights.py

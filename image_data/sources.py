@@ -66,7 +66,7 @@ class ImageSource:
         if image["bytes"] is not None:
             return image["bytes"]
         if not os.path.lexists(image["path"]):
-            raise UndecodableImage("there is no such file, though a metadata table names it, or did so before")
+            raise UndecodableImage("No such file; a metadata table may still name it")
         return read_image_file(image["path"])
 
     def describe(self, index: int) -> str:

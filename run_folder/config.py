@@ -411,6 +411,8 @@ def with_first_word(arguments: list[str]) -> list[str]:
     if not arguments or arguments[0].startswith("-"):
         return arguments
     word, path = arguments[0], Path(arguments[0]).expanduser()
+    if "=" in word and not path.exists():
+        return arguments  # an option without its hyphens, whose value is nobody's business
     if path.suffix in (".yaml", ".yml"):
         name = rival = "config"
     else:

@@ -16,7 +16,8 @@ from generation.generate_options import GenerationOptions, parse_generation
 from preparation.prepare_options import PrepareOptions, parse_prepare_options
 from run_folder.config import ConditionalConfig, TrainingConfig, parse_config
 
-SCRIPTS = "prepare_data train_unconditional train_conditional generate evaluate import_weights visualize report".split()
+SCRIPTS = "prepare_data train_unconditional train_conditional generate evaluate visualize report app".split()
+SCRIPTS += ["import_weights"]
 # One name everywhere for what several scripts have, whatever other names are accepted besides.
 OTHER_NAMES = {"output", "overwrite_output_dir", "dataloader_num_workers", "workers", "precision", "dtype", "out"}
 

@@ -317,13 +317,13 @@ def test_an_encrypted_archive_is_named(run, tmp_path, caplog):
     [
         ([], "name the photos"),
         (["nowhere", "--output=x"], "nowhere: there is no such folder or archive"),
-        (["."], "--output: name the folder to make, or use --check"),
+        (["."], "--output_dir: name the folder to make, or use --check"),
         ([".", "--output=x", "--resolution=0"], "--resolution 0: must be from 1 to 16384"),
         ([".", "--output=x", "--eval_fraction=1"], "--eval_fraction 1.0: must be at least 0 and below 1"),
         ([".", "--output=x", "--captions=a photo"], "--captions 'a photo': must say where the class goes"),
         ([".", "--output=x", "--center_crop"], "--center_crop needs --resolution"),
         ([".", "--output=x", "--sysu_folders"], "--sysu_folders needs --resolution"),
-        ([".", "--output_dir=x"], "unknown flag --output_dir; did you mean --output"),
+        ([".", "--output_dri=x"], "unknown flag --output_dri; did you mean --output_dir"),
         ([".", "--output=x", "--num_workers=-1"], "--num_workers -1: must be from 0 to 1024"),
     ],
 )

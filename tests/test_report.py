@@ -371,7 +371,7 @@ def test_several_runs_stand_side_by_side(browser, tmp_path):
     show(browser, tmp_path / "page.html", *runs)
     assert text_of(browser, "h1") == ["2 runs"]
     marked = text_of(browser, "#runs tr.marked")
-    assert marked == ["timestep_sampleruniformstratified", "learning_rate0.00020.001"]
+    assert marked == ["learning_rate0.00020.001", "timestep_sampleruniformstratified"]
     assert browser.run("document.querySelectorAll('#samples img').length") == 2
     assert browser.run("document.querySelector('.chart').querySelectorAll('path').length") == 4
     assert text_of(browser, ".legend li") == ["a", "b"]

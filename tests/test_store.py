@@ -167,7 +167,7 @@ def test_bad_images_fail(damaged, prepare, tmp_path, memory, num_workers):
     with pytest.raises(UserError) as caught:
         prepare(damaged, memory_limit_bytes=memory, num_workers=num_workers)
     assert str(caught.value) == (
-        f"cannot decode {gone}: No such file or directory; repair or remove this image, "
+        f"cannot decode {gone}: No such file; a metadata table may still name it; repair or remove this image, "
         "or leave such images out with --on_bad_image skip"
     )
     assert shown(tmp_path / "prepared") == []
@@ -178,7 +178,7 @@ def test_bad_images_are_left_out(damaged, prepare, tmp_path, memory):
     images = prepare(damaged, memory_limit_bytes=memory, on_bad_image="skip")
     assert len(images) == 7
     assert images.skipped == [
-        f"{tmp_path}/photos/class0/008.png: No such file or directory",
+        f"{tmp_path}/photos/class0/008.png: No such file; a metadata table may still name it",
         f"{tmp_path}/photos/class1/003.png: not an image of a known format",
         f"{tmp_path}/photos/class1/007.png: not an image of a known format",
     ]

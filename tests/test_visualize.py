@@ -82,7 +82,7 @@ def test_one_command_draws_everything(tmp_path, monkeypatch, capsys):
     [
         ("--schedules linear linaer", "--schedules linaer: there is no such schedule; there are linear, quadratic"),
         ("--schedules", "--schedules: expected at least one argument"),
-        ("--output /tmp/x", "unknown flag --output; did you mean --output_dir?"),
+        ("--output_dri /tmp/x", "unknown flag --output_dri; did you mean --output_dir?"),
         ("--ddpm_num_steps 1", "--ddpm_num_steps 1: must be from 2 to"),
         ("--num_images 0", "--num_images 0: must be from 1 to 1024"),
         ("--output_dir README.md/x", "README.md is a file, not a folder"),
