@@ -315,7 +315,7 @@ def test_kept_images_of_other_settings_are_not_measured(tmp_path, monkeypatch):
     made_with = {"precision": "no", "allow_tf32": False, "channels_last": False, "compile": False}
     monkeypatch.setattr(samples, "open_images", lambda folder, flag: range(10))
     wanted = samples.Samples.__new__(samples.Samples)
-    wanted.folder, wanted.count, wanted.settings = tmp_path, 10, {"sampler": "ddim"}
+    wanted.folder, wanted.seeds, wanted.settings = tmp_path, range(10), {"sampler": "ddim"}
     wanted.job, wanted.inference = SimpleNamespace(model=SimpleNamespace(sha256="x")), InferenceSettings()
     for changed in ({}, {"allow_tf32": True}, {"channels_last": True}, {"compile": True}, {"precision": "bf16"}):
         (tmp_path / "samples.json").write_text(json.dumps(kept | made_with | changed))
