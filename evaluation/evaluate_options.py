@@ -29,7 +29,7 @@ Mode = Literal["legacy_tensorflow", "clean", "legacy_pytorch"]
 WITH_NLL = (
     "nll", "run_dir", "num_images", "checkpoints", "weights", "batch_size", "dataset_name", "dataset_config_name",
     "train_data_dir", "split", "image_column", "on_bad_image", "mixed_precision", "output_dir", "cache_dir",
-    "num_workers", "config",
+    "num_workers", "allow_tf32", "config",
 )  # fmt: skip
 
 
@@ -57,7 +57,9 @@ class ImagesOptions:
 
 @section("a run: its checkpoints, and how images of them are generated")
 class RunOptions:
-    checkpoints: list[str] = option([], "Steps of the run to measure (default: every checkpoint that is there).")
+    checkpoints: list[str] = option(
+        [], "Steps of the run to measure (default: every checkpoint that is there; of --nll the newest)."
+    )
     weights: Literal["ema", "raw"] | None = option(
         None, "Weights of the checkpoints (default: ema where there is one)."
     )

@@ -213,7 +213,7 @@ class Likelihood:
             write_terms(self.output_dir / FOLDER / f"{model.label}-{images.split}.csv", bounds, rmse)
             known = {"step": model.step, "weights": model.weights, "sha256": model.sha256, "batch_size": batch_size}
             known |= {"images": str(images.files), "fingerprint": images.fingerprint, "num_images": len(rows)}
-            known |= {"precision": self.processes.precision, "rmse": rmse[0].item()}
+            known |= {"precision": self.options.precision, "rmse": rmse[0].item()}
             numbers = {
                 name: {number: getattr(bound, number) for number in NUMBERS if number != "rmse"}
                 for name, bound in bounds.items()
