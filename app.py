@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from common.errors import UserError, describe, run_script, say
 from common.interruption import stop_requested, stops_deferred
-from common.options import from_to, option, parse_options, section
+from common.options import ConfigOptions, from_to, option, parse_options, section
 from generation.generate_options import ModelOptions
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class PageOptions:
 
 
 @dataclass
-class Options(PageOptions, ModelOptions):
+class Options(ConfigOptions, PageOptions, ModelOptions):
     """All options of this script."""
 
 
