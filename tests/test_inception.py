@@ -1,5 +1,6 @@
 """The Inception network and its three ways of looking at images, against those who published them, run here."""
 
+import csv
 import importlib.util
 import shutil
 import warnings
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import SHARED_DATA
+from conftest import SHARED_DATA, run_script, run_training
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -269,6 +270,29 @@ def test_torch_fidelitys_file_brings_logits(state, tmp_path, monkeypatch):
     monkeypatch.setitem(inception.NAMES, digest, "stand-in")
     network, _ = load_inception(str(tmp_path / "weights.pth"), tmp_path / "cache")
     torch.testing.assert_close(network.fc.weight, state["fc.weight"])
+
+
+def test_a_file_with_logits_gives_the_inception_score_of_a_run_and_its_curve(state, tiny_flags, tmp_path, monkeypatch):
+    """The whole way from a file in torch-fidelity's layout: the score of both checkpoints, and the curve."""
+    flags = ["--max_train_steps=2", "--checkpointing_steps=1", "--save_images_steps=100"]
+    run = run_training(tmp_path / "run", [*tiny_flags, *flags])
+    torch.save(state, tmp_path / "weights.pth")
+    digest = inception.sha256(tmp_path / "weights.pth")
+    monkeypatch.setattr(inception, "TORCH_FIDELITY", digest)
+    monkeypatch.setitem(inception.NAMES, digest, "stand-in")
+    (tmp_path / "real").mkdir()
+    for index in range(10):
+        pixels = np.random.default_rng(index).integers(0, 256, (8, 8), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "real" / f"{index}.png")
+    common = ["--num_images=10", "--ddim", "--num_inference_steps=1", f"--real={tmp_path / 'real'}"]
+    weights = [f"--inception_weights={tmp_path / 'weights.pth'}", f"--cache_dir={tmp_path / 'cache'}"]
+    run_script("evaluate", run, *common, *weights, "--feature_batch_size=10")
+    with (run / "evaluation_results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "2"]
+    assert all(1 <= float(row["is@10"]) < 1008 for row in rows)
+    assert (run / "IS_vs_TrainingSteps.png").exists()
+    assert (run / "FID_vs_TrainingSteps.png").exists()
 
 
 def test_clean_fids_file_brings_logits(state, published, tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from PIL import Image
 
 from common.errors import UserError
 from common.interruption import EXIT_INTERRUPTED, Interrupted, catch_signals
+from evaluation.image_sets import open_images
 from image_data.data_options import DataOptions
 from image_data.decode import decode_image
 from image_data.sources import load_images
@@ -103,6 +104,8 @@ def test_the_three_folders_of_sysu(run, tmp_path):
         square = Image.open(tmp_path / "out/normalized_eval_data" / row["file_name"])
         assert (photo.size, square.size, square.mode) == ((27, 16), (16, 16), "RGB")
         np.testing.assert_array_equal(np.asarray(photo.convert("RGB"))[:, 5:21], np.asarray(square))
+    measured_against = open_images(str(tmp_path / "out/normalized_eval_data"), "--real")
+    assert (len(measured_against), tuple(measured_against.size)) == (4, (16, 16))
     again = recognise(tmp_path / "out")
     assert len(again.photos) == 20
     assert {photo.split for photo in again.photos} == {"train", "test"}
