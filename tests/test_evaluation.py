@@ -305,19 +305,8 @@ class TestErrors:
             ("--compare a", "--compare needs two runs or more"),
             ("--generated=a --real=b --save_statistics=c --modes clean legacy_pytorch", "name one, and no"),
             ("--real=b --resolution=8 --save_statistics=c", "--save_statistics c: the file must be called"),
-<<<<<<< HEAD
             ("--real=b --resolution=8 --save_statistics=c --num_images=10", "--num_images goes with a run"),
             ("--real=b --resolution=8 --save_statistics=c --output_dir=x", "--output_dir goes with a run"),
-=======
-            (
-                "--real=b --resolution=8 --save_statistics=c --num_images=10",
-                "--num_images goes with a run or --generated",
-            ),
-            (
-                "--real=b --resolution=8 --save_statistics=c --output_dir=x",
-                "--output_dir goes with a run or --generated",
-            ),
->>>>>>> gpu
             ("--generate=a", "unknown flag --generate; did you mean --generated?"),
         ],
     )
