@@ -104,16 +104,17 @@ def write_report(race: Race) -> None:
 def summary_of(table: Table) -> dict | None:
     """Return how soon our method, or the fastest, comes to the baseline's FID at the whole budget, and the best other.
 
-    All methods are compared over the same seeds, those that all of them have finished.
+    Methods with one seed are left out; the others are compared over the seeds that all of them have finished.
     """
-    race, curves = table.race, table.curves()
+    race = table.race
+    curves = {method: own for method, own in table.curves().items() if len(own) >= FEWEST_SEEDS}
     seeds = set.intersection(*(set(own) for own in curves.values())) if curves else set()
     if len(seeds) < FEWEST_SEEDS or race.baseline not in curves:
         return None
     speeds = table.speeds(1.0, seeds)
-    others = sorted((method for method in speeds if method != race.baseline), key=lambda method: speeds[method].ratio)
+    others = sorted(curves.keys() & speeds.keys() - {race.baseline}, key=lambda method: speeds[method].ratio)
     ours = race.ours or next(iter(others), None)
-    if ours not in speeds:
+    if ours not in others:
         return None
     best_other = next((method for method in others if method != ours), race.baseline)
     speed = speeds[ours]
