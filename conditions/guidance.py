@@ -200,7 +200,7 @@ def prompt_condition(
     known = set(model.condition["vocabulary"])
     unknown = sorted({word for text in (*prompts, negative) for word in words_of(text) if word not in known})
     if unknown:
-        logger.warning("Words that no caption of the training had: %s", ", ".join(unknown))
+        logger.warning("Words that occur in no caption of the training: %s", ", ".join(unknown))
     logger.info("Prompts, in turn: %s", "; ".join(prompts[:8]) + ("; ..." if len(prompts) > 8 else ""))
     row_of = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
     states, mask = text_encoder_of(model, device).encode([*row_of, negative])
@@ -230,8 +230,8 @@ def text_encoder_of(model: SavedModel, device: torch.device) -> TextEncoder:
             found = TextEncoder(name, device)
         except UserError as error:
             raise UserError(
-                f"{model.name}: its text encoder, {name}, is neither beside it nor to be had; the run's folder has it "
-                f"(text_encoder, tokenizer)"
+                f"{model.name}: its text encoder, {name}, is not beside it and cannot be loaded; the run's folder has"
+                f" it (text_encoder, tokenizer)"
             ) from error
     if found.fingerprint != model.condition["encoder"]:
         raise UserError(f"{model.name}: its text encoder, {name}, is not the one that it was trained with")

@@ -181,9 +181,9 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError("--save_statistics without --generated: say with --resolution what size to bring the images to")
     for name in () if named else ("num_images", "output_dir"):
         if getattr(options, name) is not None:
-            raise UserError(f"--{name} goes with a run or --generated; --save_statistics alone measures no images")
+            raise UserError(f"--{name} needs a run or --generated; --save_statistics alone measures no images")
     if options.save_statistics and (len(options.modes) > 1 or options.statistics):
-        raise UserError("--save_statistics holds real images in one of the --modes: name one, and no --statistics")
+        raise UserError("--save_statistics saves the statistics of one of the --modes: name one, and no --statistics")
     if options.save_statistics and Path(options.save_statistics).suffix != ".safetensors":
         raise UserError(f"--save_statistics {options.save_statistics}: the file must be called something.safetensors")
     if options.save_statistics and Path(options.save_statistics).is_dir():
@@ -195,12 +195,12 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError(f"--modes {' '.join(options.modes)}: one of them is named twice")
     for name, facts in {**facts_of(RunOptions), **facts_of(SamplerOptions)}.items():
         if getattr(options, name) != facts.default and not options.run_dir:
-            raise UserError(f"--{name} goes with a run, as in evaluate.py runs/cifar10")
+            raise UserError(f"--{name} needs a run, as in evaluate.py runs/cifar10")
     for name, facts in facts_of(EvaluationOptions).items() if options.compare else ():
         if name not in ("compare", "output_dir", "config") and getattr(options, name) != facts.default:
-            raise UserError(f"--{name} goes with a run or --generated; --compare reads what has been measured")
+            raise UserError(f"--{name} needs a run or --generated; --compare reads what has been measured")
     if options.run_dir and options.resolution:
-        raise UserError("--resolution: the real images are brought to the resolution of the run")
+        raise UserError("--resolution: for a run, real images are always resized to the resolution of the run")
     # Before networks are loaded, which can take a minute.
     for name in ("generated", "run_dir", "real", "train_data_dir", "statistics", "inception_weights"):
         value = getattr(options, name)
@@ -217,7 +217,7 @@ def validate(options: EvaluationOptions) -> None:
     run_config = RunFolder(Path(options.run_dir or "").expanduser()).config_file
     if options.run_dir and not run_config.is_file():
         raise UserError(
-            f"--run_dir {options.run_dir}: no run is there (no {run_config.name}); images are measured with --generated"
+            f"--run_dir {options.run_dir}: there is no run (no {run_config.name}); to measure images use --generated"
         )
 
 

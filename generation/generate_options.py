@@ -207,7 +207,7 @@ def parse_generation(arguments: list[str]) -> GenerationOptions:
         raise UserError(f"--guidance_interval {words}: needs two timesteps, the smaller one first")
     for name in ("negative_prompt", "guidance_rescale", "guidance_interval"):
         if getattr(options, name) and options.guidance_scale == 1:
-            raise UserError(f"--{name} changes guidance, and there is none: add --guidance_scale, e.g. 2")
+            raise UserError(f"--{name} has no effect without guidance: add --guidance_scale, e.g. 2")
     if options.interpolate and (len(set(options.interpolate)) != 2 or min(options.interpolate) < 0):
         raise UserError(f"--interpolate {' '.join(map(str, options.interpolate))}: needs two different seeds")
     if options.interpolate and (options.seeds or options.num_images or options.checkpoints):
@@ -235,11 +235,13 @@ def seeds_of(options: ImageOptions) -> list[int]:
             raise UserError(f"--seeds {options.seeds}: {last} is too large; the largest seed is {LARGEST_INT}")
         ranges.append((first, last))
     if (count := sum(last - first + 1 for first, last in ranges)) > MOST_IMAGES:
-        raise UserError(f"--seeds {options.seeds}: are {count:,}; one call makes at most {MOST_IMAGES:,} images")
+        raise UserError(
+            f"--seeds {options.seeds}: that is {count:,} seeds; one call makes at most {MOST_IMAGES:,} images"
+        )
     seeds = {seed for first, last in ranges for seed in range(first, last + 1)}
     if options.num_images not in (None, len(seeds)):
         raise UserError(
-            f"--num_images {options.num_images}: --seeds {options.seeds} are {len(seeds)}; give one of both"
+            f"--num_images {options.num_images}: --seeds {options.seeds} has {len(seeds)} seeds; give one of the two"
         )
     return sorted(seeds)
 

@@ -441,7 +441,7 @@ def with_first_word(arguments: list[str]) -> list[str]:
         name, rival = ("train_data_dir", "dataset_name") if holds_photos(path) else ("dataset_name", "train_data_dir")
     for other in {name, rival}:
         if names_flag(arguments, other):
-            raise UserError(f"{word} and --{other} are two ways to say one thing: give one of them")
+            raise UserError(f"{word} and --{other} are two ways to say the same thing: give only one of them")
     return [f"--{name}={word}", *arguments[1:]]
 
 
@@ -520,7 +520,9 @@ def validate_condition(config: ConditionalConfig) -> None:
         if "{class}" not in template:
             raise UserError(f"--caption_template {template!r}: must say where the class comes, as in 'a {{class}}'")
     if config.caption_column and config.caption_template:
-        raise UserError("--caption_column and --caption_template are two ways to say one thing: give one of them")
+        raise UserError(
+            "--caption_column and --caption_template are two ways to say the same thing: give only one of them"
+        )
 
 
 def settings_of(config: TrainingConfig) -> dict[str, object]:

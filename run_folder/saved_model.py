@@ -86,7 +86,7 @@ class SavedModel:
         """Return the description of the condition that the network was trained with."""
         if (self.path / CONDITION_FILE).exists():
             path = self.path / CONDITION_FILE
-            with user_errors(f"{path}: is not what describes a condition", OSError, ValueError, RecursionError):
+            with user_errors(f"{path}: does not describe a condition", OSError, ValueError, RecursionError):
                 return check_condition(read_file(path.parent, path.name))
         config = self.network_config
         if (
