@@ -2,6 +2,7 @@
 """Measure images as papers do: FID, KID, Inception Score, precision and recall, in one pass of one network.
 
 python evaluate.py runs/demo --num_images 1000
+python evaluate.py runs/demo --nll
 python evaluate.py --generated samples --dataset_name uoft-cs/cifar10 --output_dir results
 accelerate launch --num_processes 4 evaluate.py runs/cifar10 --num_images 50000
 """
@@ -23,6 +24,14 @@ def main() -> None:
         from evaluation.comparison import compare_runs
 
         compare_runs(options.compare, Path(options.output_dir or "comparison"))
+        return
+    if options.nll:
+        from common.processes import start_processes
+        from evaluation.likelihood import Likelihood
+
+        processes = start_processes(options)
+        Likelihood(options, processes).measure()
+        processes.finish()
         return
     results = options.output_dir or options.run_dir
     if results:

@@ -23,7 +23,15 @@ def main() -> None:
     from common.processes import start_processes
     from conditions.guidance import condition_of
     from generation.engine import InferenceSettings, Job, prefers_channels_last
-    from generation.pictures import SHOWN, find_compared, save_interpolation, save_nearest, save_progress
+    from generation.pictures import (
+        SHOWN,
+        find_compared,
+        save_between_images,
+        save_interpolation,
+        save_nearest,
+        save_progress,
+        save_progressive,
+    )
     from generation.sample_folder import SampleFolder, complete_folders, default_folder
     from run_folder.saved_model import find_models
 
@@ -49,6 +57,14 @@ def main() -> None:
             save_interpolation(folders[0].job, first, last, processes, path)
             logger.info("%s goes from seed %d to seed %d", path, first, last)
         return
+    if options.interpolate_images:
+        processes.finish()
+        if processes.is_main:
+            first, last = (Path(name).stem for name in options.interpolate_images)
+            path = folders[0].path / f"between-{first}-{last}.png"
+            save_between_images(folders[0].job, options, seeds[0], processes, path)
+            logger.info("%s goes from %s to %s", path, first, last)
+        return
 
     precision, channels_last = processes.precision, options.channels_last == "yes"
     if options.channels_last == "auto":
@@ -61,6 +77,8 @@ def main() -> None:
     for folder in folders if processes.is_main else []:
         if options.progress_gif:
             save_progress(folder.job, seeds[:SHOWN], processes, settings, folder.path / "progress.gif")
+        if options.progressive:
+            save_progressive(folder.job, seeds[:SHOWN], processes, settings, folder.path / "progressive.png")
         if options.nearest:
             first = folder.layout.seeds[:SHOWN]
             save_nearest(folder.shown[:SHOWN], first, options.nearest, compared, folder.path / "nearest.png")

@@ -53,7 +53,7 @@ def run_script(main: Callable[[], None]) -> None:
     open_streams()
     catch_signals()
     threading.excepthook = lambda failure: say(f"a thread has ended: {describe(failure.exc_value)}")
-    is_local_main = os.environ.get("LOCAL_RANK", "0") == "0"  # one process of each machine is
+    is_local_main = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"  # one of each machine is
     try:
         main()
     except Exception as error:

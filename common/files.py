@@ -173,6 +173,7 @@ def lock(path: Path, flag: str = "--output_dir") -> None:
         return
     file = (path / LOCK_FILE).open("a")
     try:
+        # Not filelock, whose flock(2) a forked data worker would inherit and hold after this process has died.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()

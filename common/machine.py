@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -60,6 +61,22 @@ def fits_in_memory(advice: str) -> Iterator[None]:
         if isinstance(error, RuntimeError) and not OUT_OF_MEMORY.search(str(error)):
             raise
         raise UserError(f"{advice} ({reason_of(error)})") from error
+
+
+@contextlib.contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Let Python collect garbage only when told to: while it does, at a moment of its own, all processes wait.
+
+    What is there already, modules for the most part, is not looked at again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ STORABLE = Range(f"at most {LARGEST_INT}", lambda value: -LARGEST_INT <= value <
 POSITIVE = Range("greater than 0", lambda value: value > 0)
 NOT_NEGATIVE = Range("0 or greater", lambda value: value >= 0)
 BELOW_ONE = Range("at least 0 and below 1", lambda value: 0 <= value < 1)
+BETWEEN_ZERO_AND_ONE = Range("greater than 0 and below 1", lambda value: 0 < value < 1)
 UP_TO_ONE = Range("from 0 to 1", lambda value: 0 <= value <= 1)
 
 

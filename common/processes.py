@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +33,12 @@ PATIENCE = timedelta(hours=2)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # is there where the driver is loaded
 # A process that has not come to a step for this long is lost. One that has died is noticed at once.
 LOST_AFTER = timedelta(minutes=10)
+# NCCL ends a process without a word; gloo, which names the lost one, is to notice first.
+LOST_ON_DEVICE_AFTER = 2 * LOST_AFTER
+SLURM_PORTS = range(12_000, 32_000)  # below those that Linux gives to whoever asks for any
+# What `accelerate config` can switch on in the environment, and the scripts have no use for.
+NOT_USED = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "PARALLELISM_CONFIG": "parallelism"}
+YES = ("1", "true", "yes", "on", "y", "t")
 ROLL_CALL_SECONDS = 10
 
 
@@ -59,7 +66,9 @@ class Processes:
         self.local_count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
         self._counters = 0
         self._store = dist.HashStore()
+        self._asked: list[tuple[torch.Tensor, dist.Work]] = []
         if self.count > 1:
+            atexit.register(leave_group)
             self._impatient = dist.new_group(backend="gloo", timeout=LOST_AFTER)
             self._patient = dist.new_group(backend="gloo", timeout=PATIENCE)
             self._store = self._open_store()
@@ -72,6 +81,23 @@ class Processes:
         with self.reporting_dead_peers():
             dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._impatient)
         return bool(shared.item())
+
+    def any_a_step_ago(self, *flags: bool) -> list[bool]:
+        """Return which flags were set on any process when this was last called; alone, which are set now.
+
+        So a step waits for no other process: the answer comes while the device works on it.
+        """
+        if self.count == 1:
+            return list(flags)
+        with self.reporting_dead_peers():
+            shared = torch.tensor(flags, dtype=torch.int8)
+            work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._impatient, async_op=True)
+            self._asked.append((shared, work))
+            if len(self._asked) == 1:
+                return [False] * len(flags)
+            answer, earlier = self._asked.pop(0)
+            earlier.wait()
+        return answer.bool().tolist()
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the processes of a tensor on the CPU."""
@@ -180,13 +206,19 @@ class Processes:
 
 
 def start_processes(options: ProcessOptions) -> Processes:
-    """Join the other processes, under plain python, torchrun or accelerate launch."""
+    """Join the other processes, under plain python, torchrun, accelerate launch or srun."""
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import DistributedDataParallelKwargs
 
+    adopt_slurm_tasks(os.environ)
+    check_accelerate(os.environ)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     precision = options.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in ("no", "fp16", "bf16"):
+        raise UserError(f"mixed precision {precision}, of accelerate's configuration: only no, fp16 and bf16 work here")
     check_cuda()
+    # DDP would be told that process 3 of a machine has GPU 3; of tasks that see one GPU each, it has GPU 0.
+    os.environ.setdefault("ACCELERATE_BYPASS_DEVICE_MAP", "true")
     try:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
             _join_again(world_size)
@@ -196,7 +228,7 @@ def start_processes(options: ProcessOptions) -> Processes:
             cpu=world_size > 1 and not torch.accelerator.is_available(),
             mixed_precision=precision,
             kwargs_handlers=[
-                InitProcessGroupKwargs(timeout=LOST_AFTER),
+                InitProcessGroupKwargs(timeout=_patience_of_device()),
                 # The buckets that are exchanged double as gradients, which saves a copy of them.
                 DistributedDataParallelKwargs(gradient_as_bucket_view=True),
             ],
@@ -220,7 +252,16 @@ def start_processes(options: ProcessOptions) -> Processes:
     if several_wanted and accelerator.device.type == "cpu":
         # accelerate has set the address where the processes meet, but has started one; the batch would be another.
         raise UserError("accelerate launch starts one process on the CPU, whatever --num_processes is: use torchrun")
-    processes = Processes(accelerator)
+    try:
+        processes = Processes(accelerator)
+    except RuntimeError as error:
+        if not LOST_CONTACT.search(str(error)):
+            raise
+        raise RunFailed(
+            f"the processes have met, but cannot reach each other ({reason_of(error)}). If one has ended, its own "
+            f"output says why; between machines, name the network interface that they share, for example "
+            f"GLOO_SOCKET_IFNAME=eth0 (`ip address` lists them)"
+        ) from error
     set_up_logging(processes.is_main)
     logger.info(accelerator.state)
     # Launchers set one thread per process whatever the machine; a number the user chose is left alone. On GPUs too the
@@ -232,6 +273,71 @@ def start_processes(options: ProcessOptions) -> Processes:
     torch.backends.cuda.matmul.allow_tf32 = options.allow_tf32
     torch.backends.cudnn.allow_tf32 = options.allow_tf32
     return processes
+
+
+def adopt_slurm_tasks(environment: MutableMapping[str, str]) -> None:
+    """Tell the tasks that srun started of one another in torchrun's variables, unless a launcher did.
+
+    A batch script has most of SLURM's variables too, but is no task of a step.
+    """
+    count = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
+    if count == 1 or "RANK" in environment:
+        return
+    # As in "2(x3),1": so many tasks on each node.
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"])
+    tasks = [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]
+    mine = tasks[int(environment["SLURM_NODEID"])]
+    # Tasks that are bound to cores of their own share them with nobody.
+    bound = usable_cores() < int(environment.get("SLURM_CPUS_ON_NODE", 0))
+    # The first of a list such as "gpu[07-09,12],big1".
+    first_host = re.sub(r"\[(\w+)[^]]*\]", r"\1", environment["SLURM_STEP_NODELIST"]).split(",")[0]
+    number = 100 * int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])
+    meeting = {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(1 if bound else mine),
+        "MASTER_ADDR": "127.0.0.1" if len(tasks) == 1 else first_host,
+        "MASTER_PORT": str(SLURM_PORTS[number % len(SLURM_PORTS)]),
+    }
+    for name, value in meeting.items():
+        environment.setdefault(name, value)
+
+
+def check_accelerate(environment: MutableMapping[str, str]) -> None:
+    """Raise if `accelerate config` asks for what would change a training without a word, or do nothing."""
+    asked = [what for name, what in NOT_USED.items() if environment.get(f"ACCELERATE_USE_{name}", "").lower() in YES]
+    if asked:
+        raise UserError(
+            f"accelerate's configuration asks for {' and '.join(asked)}, and every GPU holds the whole network here: "
+            f"start with `accelerate launch --multi_gpu` or torchrun"
+        )
+    backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if backend != "no":
+        raise UserError(
+            f"accelerate's configuration asks for torch dynamo ({backend}): add --compile instead, and choose none in "
+            f"`accelerate config`, or start with torchrun"
+        )
+    passes = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if passes not in ("1", "auto"):
+        raise UserError(
+            f"accelerate's configuration asks for {passes} gradient accumulation steps: give the scripts "
+            f"--gradient_accumulation_steps {passes} instead, and choose 1 there, or start with torchrun"
+        )
+
+
+def leave_group() -> None:
+    """Leave the group at the end of a process that has failed; on GPUs nothing that is under way is waited for."""
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+
+
+def _patience_of_device() -> timedelta:
+    return LOST_ON_DEVICE_AFTER if torch.cuda.is_available() else LOST_AFTER
 
 
 def check_cuda() -> None:
@@ -257,4 +363,4 @@ def _join_again(world_size: int) -> None:
     store, rank, _ = next(dist.rendezvous("env://"))
     attempt = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=attempt, rank=rank, world_size=world_size, timeout=LOST_AFTER)
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=world_size, timeout=_patience_of_device())

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,11 @@ class Guidance:
         parts = [f"guidance-{self.scale:g}"] if self.scale != 1 else []
         parts += [f"rescale-{self.rescale:g}"] if self.rescale else []
         return "-".join(parts + (["interval", *map(str, self.interval)] if self.interval else []))
+
+    @property
+    def first_timestep(self) -> int:
+        """Return a timestep at which there is guidance, if there is any."""
+        return self.interval[0] if self.interval else 0
 
     def applies_at(self, t: torch.Tensor) -> bool:
         # On a GPU int(t) waits for the step before, which costs less than the pass of the network that it may save.
@@ -91,7 +96,10 @@ class GenerationCondition:
         return "-".join(filter(None, [text, self.guidance.name]))
 
     def predict_for(self, network: torch.nn.Module, seeds: list[int]) -> Predict:
-        """Return the prediction, guided or not, that the denoising loop makes for a batch of seeds."""
+        """Return the prediction, guided or not, that the denoising loop makes for a batch of seeds.
+
+        Guidance takes one pass of the network over each image twice, with its condition and without.
+        """
         device = next(network.parameters()).device
         rows = torch.tensor([self.rows[seed % len(self.choices)] for seed in seeds])
 
@@ -100,13 +108,13 @@ class GenerationCondition:
             return network_predict(partial(network, **inputs))
 
         conditional = predict_with(rows)
-        unconditional = predict_with(torch.full_like(rows, self.condition.null_row))
+        with_and_without = predict_with(torch.cat([rows, torch.full_like(rows, self.condition.null_row)]))
 
         def predict(samples: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            prediction = conditional(samples, t)
-            if self.guidance.applies_at(t):
-                prediction = guide(prediction, unconditional(samples, t), self.guidance.scale, self.guidance.rescale)
-            return prediction
+            if not self.guidance.applies_at(t):
+                return conditional(samples, t)
+            predictions = with_and_without(torch.cat([samples, samples]), t).chunk(2)
+            return guide(*predictions, self.guidance.scale, self.guidance.rescale)
 
         return predict
 
@@ -197,9 +205,7 @@ def prompt_condition(
     """Return the condition that shows the prompts in turn; the negative prompt is the row without a condition."""
     prompts = options.prompt or (read_prompts(options.prompts_file) if options.prompts_file else [])
     prompts, negative = prompts or model.condition["prompts"], options.negative_prompt or ""
-    known = set(model.condition["vocabulary"])
-    unknown = sorted({word for text in (*prompts, negative) for word in words_of(text) if word not in known})
-    if unknown:
+    if unknown := unknown_words((*prompts, negative), model.condition):
         logger.warning("Words that occur in no caption of the training: %s", ", ".join(unknown))
     logger.info("Prompts, in turn: %s", "; ".join(prompts[:8]) + ("; ..." if len(prompts) > 8 else ""))
     row_of = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
@@ -208,6 +214,12 @@ def prompt_condition(
     request = {"prompts": prompts, "negative_prompt": negative}
     rows = [row_of[prompt] for prompt in prompts]
     return GenerationCondition(condition, prompts, rows, guidance, request, short_name=" ".join(prompts))
+
+
+def unknown_words(texts: Iterable[str], condition: dict[str, Any] | None) -> list[str]:
+    """Return the words that no caption of the training had, of which the network knows nothing."""
+    known = set(condition["vocabulary"]) if condition and condition["condition"] == "text" else None
+    return [] if known is None else sorted({word for text in texts for word in words_of(text)} - known)
 
 
 def read_prompts(file: str) -> list[str]:

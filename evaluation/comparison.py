@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.files import make_folder, write_atomically
-from evaluation.curves import Line, describe_setting, draw, line_of
+from evaluation.curves import Line, describe_setting, draw, in_words, line_of
 from evaluation.metrics import FD, FID, SECONDS, STEPS, metric_of
 from evaluation.results import METHOD, RESULTS, Row, as_csv, as_text, comparable_rows, read_results
 
@@ -28,7 +28,7 @@ def compare_runs(runs: list[str], output_dir: Path) -> None:
     by_step = {name: line_of(rows, column, "step") for name, rows in rows_of_runs.items()}
     make_folder(output_dir)
     method = [pair for pair in zip(COMPARED, key[1:], strict=True) if pair[1] not in (None, "no")]
-    title = ", ".join([column, *(describe_setting(*pair) for pair in method)])
+    title = ", ".join([in_words(column), *(describe_setting(*pair) for pair in method)])
     for lines, against, curve in ((by_seconds, "train_seconds", SECONDS), (by_step, "step", STEPS)):
         path = output_dir / f"{metric.name.upper()}_vs_{curve}.png"
         draw(path, lines, metric, against, published={}, title=title)

@@ -101,8 +101,11 @@ class ConditionAccuracy:
         count = len(self.requested.classes)
         return [f"{CONDITION_ACCURACY.name}@{count}", f"{CLASSIFIER_ACCURACY.name}@{self.classifier.num_held_out}"]
 
-    def observe(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Pass the samples on, and note the class that each is recognised as."""
+    def observe(self, batches: Iterable[Batch], seeds: range) -> Iterator[Batch]:
+        """Pass the samples of these seeds on, and note the class that each is recognised as."""
+        options = self.requested.options
+        in_turn = torch.tensor(seeds) % len(options.class_labels or options.prompt)
+        self._classes = self.requested.classes[in_turn]
         self._recognised = [torch.zeros(0, 2, dtype=torch.int64)]  # which sample, which class
         for indices, images in batches:
             self._recognised.append(torch.stack([indices, self.classifier.classes_of(images)], dim=1))
@@ -113,7 +116,7 @@ class ConditionAccuracy:
         indices, recognised = self.processes.gather_rows(torch.cat(self._recognised)).T
         if not self.processes.is_main:
             return {}
-        self._is_right = recognised[indices.argsort()] == self.requested.classes
+        self._is_right = recognised[indices.argsort()] == self._classes
         values = self._is_right.double().mean().item(), self.classifier.accuracy
         return dict(zip(self.columns(), values, strict=True))
 
@@ -128,7 +131,7 @@ class ConditionAccuracy:
         distance = FID if network.name == "inception" else FD
         rows = []
         for label, name in enumerate(self.requested.class_names):
-            is_sample = self.requested.classes == label
+            is_sample = self._classes == label
             samples, real = generated.features[is_sample], reference.features[real_classes == label]
             if min(len(samples), len(real)) < FEWEST_OF_A_CLASS:
                 logger.warning("Class %s: %d samples, %d real images are too few", name, len(samples), len(real))

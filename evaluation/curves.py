@@ -3,11 +3,14 @@
 import re
 from pathlib import Path
 
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import ScalarFormatter
 
 from common.plots import NOTE, drawing
-from evaluation.metrics import CONDITION_ACCURACY, FD, FID, FIRST_STEPS, METRICS, SECONDS, Metric
-from evaluation.results import METHOD, Row, comparable_rows, guidance_scale_of
+from evaluation.metrics import CONDITION_ACCURACY, FD, FID, FIRST_STEPS, METRICS, SECONDS, SPREAD, Metric
+from evaluation.results import METHOD, Row, comparable_rows, guidance_scale_of, is_repeated
+from run_folder.folder import is_of_few_images
 
 FIRST = 25
 LOGARITHMIC_RATIO = 5  # a distance that falls by so much is drawn on a logarithmic axis
@@ -25,6 +28,12 @@ PUBLISHED = {
 PUBLISHED_REFERENCE = re.compile(r"cifar[-_]?10(?!\d).*\b50000 images of 32x32", re.IGNORECASE)
 
 Line = list[tuple[float, float]]
+
+
+class Mean(float):
+    """A value that is the mean over several sets of images, with their standard deviation."""
+
+    spread: float
 
 
 def draw_run(output_dir: Path, rows: list[Row]) -> list[Path]:
@@ -60,7 +69,7 @@ def draw_guidance(output_dir: Path, rows: list[Row]) -> list[Path]:
     with drawing(path, rows=len(shown), sharex=True) as (_, panels):
         for axes, metric in zip(panels.flat, shown, strict=True):
             for label, line in lines_of(points, metric, "guidance_scale").items():
-                axes.plot(*zip(*line, strict=True), marker="o", markersize=4, label=label)
+                plot(axes, line).set_label(label)
             axes.set_ylabel(metric.label)
             axes.legend(fontsize=8)
         panels[-1, 0].set_xlabel(f"guidance scale (1 is none), step {last}")
@@ -73,14 +82,29 @@ def lines_of(rows: list[Row], metric: Metric, against: str) -> dict[str, Line]:
     lines = {key: line for key, some in groups if (line := line_of(some, key[0], against))}
     varying = [(name, place) for place, name in enumerate(METHOD, start=1) if len({key[place] for key in lines}) > 1]
     return {
-        ", ".join([key[0], *(describe_setting(name, key[place]) for name, place in varying)]): line
+        ", ".join([in_words(key[0]), *(describe_setting(name, key[place]) for name, place in varying)]): line
         for key, line in lines.items()
     }
 
 
 def line_of(rows: list[Row], column: str, against: str) -> Line:
     """Return the points of rows that were measured alike, in order."""
-    return sorted((row[against], row[column]) for row in rows if row[against] is not None)
+    return sorted((row[against], value_of(row, column)) for row in rows if row[against] is not None)
+
+
+def value_of(row: Row, column: str) -> float:
+    """Return a metric of a row, with its spread if it was measured on several sets of images."""
+    spread = row.get(column.replace("@", SPREAD)) if is_repeated(row) else None
+    if spread is None:
+        return row[column]
+    mean = Mean(row[column])
+    mean.spread = spread
+    return mean
+
+
+def in_words(column: str) -> str:
+    """Return a column as pictures name it: a distance of few images is marked."""
+    return f"{column} (few images)" if is_of_few_images(column) else column
 
 
 def describe_setting(name: str, value: object) -> str:
@@ -109,7 +133,7 @@ def draw(
         axes = panels[0, 0]
         for label, line in lines.items():
             x, y = best(line, key=lambda point: point[1])
-            (curve,) = axes.plot(*zip(*line, strict=True), marker="o", markersize=4)
+            curve = plot(axes, line)
             axes.plot(x, y, "o", markersize=9, markerfacecolor="none", color=curve.get_color())
             curve.set_label(f"{label}: best {y:.4g}")
         for label, value in published.items():
@@ -127,3 +151,12 @@ def draw(
         axes.set(xlabel="training step" if against == "step" else "seconds of training", ylabel=metric.label)
         axes.set_title(title, fontsize=8, color=NOTE)
         axes.legend(fontsize=8)
+
+
+def plot(axes: Axes, line: Line) -> Line2D:
+    """Plot a line, with bars of one standard deviation where several sets of images were measured."""
+    (curve,) = axes.plot(*zip(*line, strict=True), marker="o", markersize=4)
+    if means := [(x, value) for x, value in line if isinstance(value, Mean)]:
+        bars = [value.spread for _, value in means]
+        axes.errorbar(*zip(*means, strict=True), yerr=bars, fmt="none", ecolor=curve.get_color(), capsize=3)
+    return curve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 from common.errors import UserError
 from common.options import (
@@ -25,6 +25,12 @@ from run_folder.folder import RunFolder
 
 FEWEST_IMAGES = 10  # the Inception Score takes ten splits, and an image needs five neighbours
 Mode = Literal["legacy_tensorflow", "clean", "legacy_pytorch"]
+# All that --nll asks for.
+WITH_NLL = (
+    "nll", "run_dir", "num_images", "checkpoints", "weights", "batch_size", "dataset_name", "dataset_config_name",
+    "train_data_dir", "split", "image_column", "on_bad_image", "mixed_precision", "output_dir", "cache_dir",
+    "num_workers", "config",
+)  # fmt: skip
 
 
 @section("what to measure: images, or the checkpoints of a run")
@@ -42,6 +48,12 @@ class ImagesOptions:
         None,
         "Number of images to measure (default: all images of --generated, or 10000 for each checkpoint of a run).",
         from_to(FEWEST_IMAGES, MOST_IMAGES),
+    )
+    nll: bool = option(
+        False,
+        "Instead of samples: the bound on the negative log-likelihood of the real images, in bits per dimension, with "
+        "rate and distortion; of training and test images, --num_images of each. The first word may be any model.",
+        only_with="run_dir",
     )
 
 
@@ -63,6 +75,11 @@ class RunOptions:
         "the captions of the real images, or for their classes in the same proportions.",
         NOT_NEGATIVE,
     )
+    repeats: int = option(
+        1,
+        "Measure this many disjoint sets of --num_images images (of the seeds 0, 1, ...); report mean and spread.",
+        from_to(1, 100),
+    )
     keep_images: bool = option(False, "Keep the generated images in the run's folder, where generate.py puts them.")
 
 
@@ -74,7 +91,9 @@ class ReferenceOptions:
         None, "Which configuration of the data set to use, if it has several.", only_with="dataset_name"
     )
     train_data_dir: str | None = option(None, "Real images: a folder that train_unconditional.py can train on.")
-    split: str = option("train", "Split of the data set to use.", not_with="real statistics")
+    split: str | None = option(
+        None, "Split of the data set to use (default: train; with --nll train and test).", not_with="real statistics"
+    )
     image_column: str | None = option(
         None, "Column with the images (default: the only one there is).", only_with="dataset_name train_data_dir"
     )
@@ -120,6 +139,9 @@ class FeatureOptions:
     mixed_precision: Literal["no", "bf16"] = option(
         "no", "Precision of all networks. bf16 is faster; the error it causes in the features is logged."
     )
+    allow_tf32: bool = option(
+        False, "Use TF32 for matrix products on GPUs that have it: faster, slightly less exact. Noted with the results."
+    )
     compile: bool = option(True, "Compile the feature network if there are enough images for that to save time.")
 
 
@@ -146,7 +168,11 @@ class EvaluationOptions(
 ):  # fmt: skip
     """All options of an evaluation."""
 
-    allow_tf32: ClassVar[bool] = False  # numbers are compared
+    @property
+    def precision(self) -> str:
+        """Return what is noted beside the results: numbers of one kind are compared."""
+        names = [self.mixed_precision] * (self.mixed_precision != "no") + ["TF32"] * self.allow_tf32
+        return " with ".join(names) or "no"
 
 
 def parse_evaluation(arguments: list[str]) -> EvaluationOptions:
@@ -199,11 +225,16 @@ def validate(options: EvaluationOptions) -> None:
     for name, facts in facts_of(EvaluationOptions).items() if options.compare else ():
         if name not in ("compare", "output_dir", "config") and getattr(options, name) != facts.default:
             raise UserError(f"--{name} needs a run or --generated; --compare reads what has been measured")
+    for name, facts in facts_of(EvaluationOptions).items() if options.nll else ():
+        if name not in WITH_NLL and getattr(options, name) != facts.default:
+            raise UserError(f"--{name} has no effect with --nll, which generates no images: leave one of them out")
     if options.run_dir and options.resolution:
         raise UserError("--resolution: for a run, real images are always resized to the resolution of the run")
     # Before networks are loaded, which can take a minute.
     for name in ("generated", "run_dir", "real", "train_data_dir", "statistics", "inception_weights"):
         value = getattr(options, name)
+        if options.nll and name == "run_dir":
+            continue  # a model, which may be on the Hub
         path = Path(value or "").expanduser()
         if not path.exists():
             raise UserError(f"--{name} {value}: there is no such file or folder ({path.resolve()})")
@@ -215,7 +246,7 @@ def validate(options: EvaluationOptions) -> None:
                 f"--generated {options.generated} and --{name} {getattr(options, name)} are the same images"
             )
     run_config = RunFolder(Path(options.run_dir or "").expanduser()).config_file
-    if options.run_dir and not run_config.is_file():
+    if options.run_dir and not options.nll and not run_config.is_file():
         raise UserError(
             f"--run_dir {options.run_dir}: there is no run (no {run_config.name}); to measure images use --generated"
         )

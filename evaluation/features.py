@@ -1,16 +1,22 @@
 """One pass of a network over each image: everything that the metrics need."""
 
 import collections
+import hashlib
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.errors import UserError, reason_of
+from common.files import load_safetensors, save_safetensors
+from common.interruption import fault_point
 from common.machine import PendingCopy, to_device, usable_cores
 from common.processes import Processes
 from common.progress import progress_bar
@@ -22,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 BATCHES_RESIZED_AHEAD = 2
 WORTH_TIMING = 500  # images
+SECONDS_BETWEEN_SAVES = 120.0  # of what an unfinished pass has come to; it costs less than a second
 WORTH_COMPILING = 10_000  # images, by which the time of compiling is won back (benchmarks/inception_speed.json)
 
 
@@ -49,6 +56,8 @@ class FeatureExtractor:
     ) -> None:
         self.networks, self.batch_size, self.num_workers = networks, batch_size, num_workers
         self.processes, self._may_compile = processes, may_compile
+        self.unfinished_dir: Path | None = None  # for what unfinished passes have come to
+        self._saved: list[Path] = []
         self._announced: tuple[int, tuple[int, int]] | None = None
 
     def batches(self, images: ImageSet, chosen: torch.Tensor) -> Iterator[Batch]:
@@ -56,25 +65,57 @@ class FeatureExtractor:
         return batches_of(images, chosen, self.batch_size, self.num_workers, self.processes)
 
     def extract(
-        self, batches: Iterable[Batch], count: int, description: str | None, networks: Sequence[FeatureNetwork] = ()
+        self,
+        batches: Iterable[Batch],
+        count: int,
+        description: str | None,
+        networks: Sequence[FeatureNetwork] = (),
+        identity: str | None = None,
     ) -> list[Features]:
         """Return the features of `count` images in every network, or in these; a process passes its share of them.
 
-        Without a description there is no bar: then the images come from something that shows its own.
+        Without a description there is no bar: then the images come from something that shows its own. A pass over
+        images of a known identity is saved now and then until `forget`, and goes on from there if it was interrupted.
         """
+        path = self._unfinished(identity, count, networks or self.networks)
         passes = [_Pass(network, self.batch_size, self.processes.device) for network in networks or self.networks]
         hidden = description is None or not self.processes.is_local_main
         bar = progress_bar(total=-(-count // self.processes.count), desc=description, unit="images", disable=hidden)
         with bar, torch.inference_mode():
-            for indices, *inputs in self._resized_ahead(batches, [one.network for one in passes]):
+            done = _continue(passes, path)
+            bar.update(passes[0].count)
+            # What is done is only decoded once more, as others may look at the images too.
+            left = self._resized_ahead(islice(batches, done, None), [one.network for one in passes])
+            saved_at = time.monotonic()
+            for number, (indices, *inputs) in enumerate(left, start=done + 1):
                 for one, pixels in zip(passes, inputs, strict=True):
                     one.add(indices, to_device(pixels, self.processes.device))
                 bar.update(len(indices))
+                if path is not None and time.monotonic() - saved_at >= SECONDS_BETWEEN_SAVES:
+                    _save(passes, number, path)
+                    saved_at = time.monotonic()
+                    fault_point("features")
             results = [one.finish(self.processes) for one in passes]
         for features in results:
             if features.count != count:
                 raise UserError(f"got {features.count} images instead of {count}")
         return results
+
+    def forget(self) -> None:
+        """Remove what was saved of passes, whose results are on the disk now."""
+        for path in self._saved:
+            path.unlink(missing_ok=True)
+        self._saved.clear()
+
+    def _unfinished(self, identity: str | None, count: int, networks: Sequence[FeatureNetwork]) -> Path | None:
+        """Return the file for what this process has of a pass; another for whatever gives other numbers."""
+        if identity is None or self.unfinished_dir is None:
+            return None
+        kinds = [(network.digest, network.mode, network.precision_name) for network in networks]
+        made_of = identity, count, self.batch_size, kinds, self.processes.index, self.processes.count
+        name = hashlib.blake2b(repr(made_of).encode(), digest_size=16).hexdigest()
+        self._saved.append(self.unfinished_dir / f"{name}.safetensors")
+        return self._saved[-1]
 
     def prepare(self, count: int, size: tuple[int, int], later: int = 0) -> None:
         """Compile where that pays for `count` images and others later, and log how long the `count` will take."""
@@ -131,6 +172,32 @@ def _finished(batch: list[torch.Tensor | Iterator[torch.Tensor]]) -> list[torch.
     return [part if isinstance(part, torch.Tensor) else torch.stack([*part]) for part in batch]
 
 
+def _save(passes: Sequence["_Pass"], number: int, path: Path) -> None:
+    """Save what passes have come to after some batches; without it one that is killed begins anew."""
+    tensors = {f"{place}/{name}": tensor for place, one in enumerate(passes) for name, tensor in one.state().items()}
+    try:
+        save_safetensors(tensors, path, {"batches": str(number)})
+    except OSError as error:
+        logger.warning("%s, the features so far, cannot be written: %s", path, reason_of(error))
+
+
+def _continue(passes: Sequence["_Pass"], path: Path | None) -> int:
+    """Give passes what they had come to when it was saved, and return after how many batches that was."""
+    if path is None or not os.path.lexists(path):
+        return 0
+    try:
+        tensors, metadata = load_safetensors(path)
+        number = int(metadata["batches"])
+    except (OSError, KeyError, ValueError) as error:
+        logger.warning("%s is not used: %s", path, reason_of(error))
+        return 0
+    for place, one in enumerate(passes):
+        parts = {name.partition("/")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{place}/")}
+        one.load_state(parts)
+    logger.info("%s images have been through the network already", f"{passes[0].count:,}")
+    return number
+
+
 class _Pass:
     """The pass of one network: sums on the device in float64, and the features themselves on the host."""
 
@@ -141,6 +208,28 @@ class _Pass:
         self.indices: list[torch.Tensor] = []
         self.kept: dict[str, list[torch.Tensor]] = collections.defaultdict(list)
         self._last: dict[str, PendingCopy] = {}
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.indices))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return all that there is so far, as tensors on the host."""
+        self._keep_last()
+        kept = {f"kept/{name}": torch.cat(parts) for name, parts in self.kept.items()}
+        totals = {f"total/{name}": total.cpu() for name, (total, _) in self.sums.items()}
+        outers = {f"outer/{name}": outer.cpu() for name, (_, outer) in self.sums.items()}
+        return {"indices": torch.cat(self.indices), **kept, **totals, **outers}
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Go on from a `state`."""
+        self.indices = [state["indices"]]
+        for key, tensor in state.items():
+            kind, _, name = key.partition("/")
+            if kind == "kept":
+                self.kept[name] = [tensor]
+            elif kind == "total":
+                self.sums[name] = tensor.to(self.sum_device), state[f"outer/{name}"].to(self.sum_device)
 
     def add(self, indices: torch.Tensor, images: torch.Tensor) -> None:
         """Compute a batch and add it to the sums."""

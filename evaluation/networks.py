@@ -38,7 +38,8 @@ class FeatureNetwork:
     @property
     def precision_name(self) -> str:
         """Return the precision as it is filed with statistics."""
-        return str(self.precision).removeprefix("torch.")
+        name = str(self.precision).removeprefix("torch.")
+        return f"{name} with TF32" if torch.backends.cuda.matmul.allow_tf32 else name
 
     def resized(self, image: np.ndarray) -> torch.Tensor:
         """Return an image, uint8 [height, width, 3], as `compute` takes it: [3, height, width]."""

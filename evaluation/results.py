@@ -5,20 +5,22 @@ import io
 import json
 import logging
 import re
+import statistics
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from common.errors import UserError, user_errors
 from common.files import write_atomically
 from common.interruption import fault_point
 from evaluation.metrics import METRICS, SPREAD, Metric, metric_of
-from run_folder.folder import BEST_SCORES, RESULTS, RunFolder
+from run_folder.folder import BEST_SCORES, FEW_IMAGES, RESULTS, RunFolder, is_of_few_images
 from run_folder.publish import log_evaluation
 
 logger = logging.getLogger(__name__)
 
 RESULTS_JSON = "evaluation_results.json"
+FOOTNOTE = f"\u2020 of fewer than {FEW_IMAGES:,} images: far above that of 50,000, compare it with as many images only"
 Row = dict[str, str | int | float | None]
 
 
@@ -129,11 +131,49 @@ def comparable_rows(
     """Group the rows that have a number of one of the metrics and were measured alike, by `(column, *method)`."""
     columns = [name for name in metric_columns(rows) if metric_of(name) in metrics and SPREAD not in name]
     groups: dict[tuple, list[Row]] = {}
-    for row in rows:
+    for row in without_parts(rows):
         for column in columns:
             if row.get(column) is not None:
                 groups.setdefault((column, *(row[part] for part in method)), []).append(row)
     return groups
+
+
+def repeated(measured: Measured, times: int) -> Measured:
+    """Return what the mean over so many sets of images is of; the first set is given."""
+    return replace(measured, settings=" ".join(filter(None, [measured.settings, f"repeats={times}"])))
+
+
+def is_repeated(row: Row) -> bool:
+    """Return whether a row has means over several sets of images, and their standard deviations as spread."""
+    return re.search(r"(^| )repeats=\d+$", str(row["settings"])) is not None
+
+
+def mean_and_spread(parts: list[Row]) -> dict[str, float]:
+    """Return mean and standard deviation of every metric over rows of disjoint sets of images."""
+    numbers: dict[str, float] = {}
+    for column in metric_columns(parts):
+        values = [row.get(column) for row in parts]
+        if SPREAD not in column and None not in values:
+            numbers[column] = statistics.fmean(values)
+            if metric_of(column).of_samples:
+                numbers[column.replace("@", SPREAD)] = statistics.stdev(values)
+    return numbers
+
+
+def without_parts(rows: list[Row]) -> list[Row]:
+    """Leave out rows of a set of images that belongs to several: these are shown by their mean."""
+
+    def of_set(row: Row) -> tuple:
+        settings = re.sub(r" ?repeats=\d+$", "", str(row["settings"]))
+        return settings, *(row[name] for name in IDENTITY if name != "settings")
+
+    means = {of_set(row) for row in rows if is_repeated(row)}
+    parts = (not is_repeated(row) and of_set(row) in means for row in rows)
+    return [
+        row
+        for row, is_part in zip(rows, parts, strict=True)
+        if not is_part and not re.search(r"(^| )seeds=\d+-\d+$", str(row["settings"]))
+    ]
 
 
 def best_scores(rows: list[Row]) -> list[Row]:
@@ -166,14 +206,20 @@ def describe_result(measured: Measured, metrics: dict[str, float]) -> str:
         method = " ".join(filter(None, [measured.sampler, f"{measured.steps} steps", measured.settings]))
         what += [f"weights={measured.weights}", method]
     lines = [", ".join([*what, f"{measured.num_images} images"]), f"against {measured.reference}"]
-    width = max(map(len, metrics))
+    few = [column for column in metrics if is_of_few_images(column)]
+    width = max(map(len, metrics)) + bool(few)
     for column, value in metrics.items():
         if SPREAD not in column:
             spread = metrics.get(column.replace("@", SPREAD))
             text = f"{value:.5g}" + ("" if spread is None else f" +- {spread:.3g}")
             direction = "lower" if metric_of(column).lower_is_better else "higher"
-            lines.append(f"  {column.ljust(width)}  {text.ljust(20)} {direction} is better")
-    return "\n".join(lines)
+            lines.append(f"  {marked(column).ljust(width)}  {text.ljust(20)} {direction} is better")
+    return "\n".join([*lines, *([f"  {FOOTNOTE}"] if few else [])])
+
+
+def marked(column: str) -> str:
+    """Return a column for people, with a dagger if it is a distance of few images."""
+    return f"{column}\u2020" if is_of_few_images(column) else column
 
 
 def describe_rows(rows: list[Row], count: int) -> str:
@@ -183,10 +229,16 @@ def describe_rows(rows: list[Row], count: int) -> str:
         for column in metric_columns(rows)
         if (column.endswith(f"@{count}") and SPREAD not in column) or not metric_of(column).of_samples
     ]
-    shown = [{**row, "guidance": guidance_scale_of(row)} for row in rows if row["num_images"] == count]
+    rows = [row for row in without_parts(rows) if row["num_images"] == count]
+    shown = [{**row, "guidance": guidance_scale_of(row)} for row in rows]
+    for row in filter(is_repeated, shown):
+        for column in columns:
+            if (spread := row.get(column.replace("@", SPREAD))) is not None:
+                row[column] = f"{row[column]:.5g} +- {spread:.2g}"
     guidance = ["guidance"] if any(row["guidance"] is not None for row in shown) else []
     header = ["step", "train_seconds", "weights", "sampler", "steps", *guidance, *columns]
-    return as_text([header, *([_cell(row.get(name)) for name in header] for row in shown)])
+    table = as_text([[*map(marked, header)], *([_cell(row.get(name)) for name in header] for row in shown)])
+    return f"{table}\n{FOOTNOTE}" if any(map(is_of_few_images, columns)) else table
 
 
 def guidance_scale_of(row: Row) -> float | None:

@@ -4,13 +4,14 @@ import contextlib
 import hashlib
 import logging
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 from common.files import sha256, unlock
 from common.processes import Processes
+from evaluation.evaluate_options import EvaluationOptions
 from evaluation.image_sets import EncodedImages, open_images
 from evaluation.results import Measured
 from evaluation.statistics import Identity
@@ -81,21 +82,24 @@ def describe_measured(known: dict[str, Any], num_images: int, reference: Identit
 
 
 class Samples:
-    """The images of a model with the seeds 0 .. count - 1, as generate.py makes them."""
+    """The images of a model with seeds in a row, as generate.py makes them."""
 
-    def __init__(self, job: Job, count: int, precision: str, batch_size: int | None, processes: Processes):
-        self.job, self.count, self.precision, self.processes = job, count, precision, processes
-        self.name = " ".join(filter(None, [job.model.name, job.condition.guidance.name]))
+    def __init__(self, job: Job, seeds: range, options: EvaluationOptions, processes: Processes):
+        self.job, self.seeds, self.precision, self.processes = job, seeds, options.precision, processes
+        self.count, precision = len(seeds), options.mixed_precision
+        self.which = f"seeds={seeds[0]}-{seeds[-1]}" if seeds[0] > 0 else ""  # of another set than the first
+        self.name = " ".join(filter(None, [job.model.name, job.condition.guidance.name, self.which]))
         self.folder = default_folder(job, precision)
         self.settings = job.method.settings | job.condition.settings
         channels_last = prefers_channels_last(processes.device, precision)
-        self.inference = InferenceSettings(precision, channels_last=channels_last, batch_size=batch_size)
+        self.inference = InferenceSettings(precision, options.allow_tf32, channels_last, batch_size=options.batch_size)
 
     def describe(self, reference: Identity) -> Measured:
         """Return what is known of the images."""
         model = self.job.model
         known = {name: getattr(model, name) for name in ("step", "train_seconds", "weights", "name", "sha256")}
-        return describe_measured(known | self.settings, self.count, reference, self.precision)
+        measured = describe_measured(known | self.settings, self.count, reference, self.precision)
+        return replace(measured, settings=" ".join(filter(None, [measured.settings, self.which])) or None)
 
     def find_kept(self) -> Path | None:
         """Return the folder in which generate.py or an evaluation kept these images, if there are enough."""
@@ -103,8 +107,14 @@ class Samples:
         wanted = {"complete": True, "sha256": self.job.model.sha256, **self.settings}
         if record is None or any(record.get(name) != value for name, value in wanted.items()):
             return None
+        # However many images were in a batch: a batch of another size was chosen for a reason.
+        settings = {name: value for name, value in asdict(self.inference).items() if name != "batch_size"}
+        other = [f"{name} {record.get(name)}" for name, value in settings.items() if record.get(name) != value]
+        if other:
+            logger.info("The images in %s are not used: they were made with %s", self.folder, ", ".join(other))
+            return None
         first, _, last = record["seeds"].partition(",")[0].partition("-")
-        if first != "0" or int(last or 0) + 1 < self.count:
+        if first != "0" or int(last or 0) < self.seeds[-1]:
             return None
         found = len(open_images(str(self.folder), "--run_dir"))
         if found != record["images"]:
@@ -130,10 +140,15 @@ class Samples:
         logger.info("Its images are in %s until they are measured", folder)
         return self._complete(folder)
 
+    @property
+    def identity(self) -> str:
+        """Return what makes these images, in words that are others for whatever makes other images."""
+        which = (self.which,) if self.which else ()
+        return repr((self.job.model.sha256, *sorted(self.settings.items()), self.inference, *which))
+
     def unmeasured(self, output_dir: Path) -> Path:
-        """Return that folder, another for whatever makes other images."""
-        made_by = (self.job.model.sha256, *sorted(self.settings.items()), self.inference)
-        key = hashlib.blake2b(repr(made_by).encode(), digest_size=4).hexdigest()
+        """Return that folder."""
+        key = hashlib.blake2b(self.identity.encode(), digest_size=4).hexdigest()
         return output_dir / UNMEASURED / f"{self.job.model.label}-{key}"
 
     def discard(self, output_dir: Path) -> None:
@@ -145,6 +160,6 @@ class Samples:
             folder.parent.rmdir()
 
     def _complete(self, folder: Path) -> Path:
-        complete_folders([SampleFolder(folder, self.job, range(self.count))], self.processes, self.inference)
+        complete_folders([SampleFolder(folder, self.job, self.seeds)], self.processes, self.inference)
         self.processes.barrier()
         return folder

@@ -46,6 +46,7 @@ class Session:
         workers = options.num_workers
         workers = default_num_workers(processes.local_count) if workers is None else workers
         self.extractor = FeatureExtractor(networks, options.feature_batch_size, workers, processes, options.compile)
+        self.extractor.unfinished_dir = cache_dir / "unfinished"
         self.run = RunFolder(Path(options.run_dir).expanduser()) if options.run_dir else None
         folder = options.output_dir or options.run_dir
         self.output_dir = Path(folder).expanduser() if folder else None
@@ -77,12 +78,14 @@ class Session:
         self.extractor.prepare(count, images.size)
         # generate.py's are in the order of their seeds; of others the first by name may all be of one kind.
         chosen = torch.as_tensor(range(count) if record else spread(len(images), count))
-        features = self.extractor.extract(self.extractor.batches(images, chosen), count, images.name)
+        batches = self.extractor.batches(images, chosen)
+        features = self.extractor.extract(batches, count, images.name, identity=f"{images.fingerprint} {bool(record)}")
         if self.processes.is_main:
             known = {**(record or {}), "name": path.name if record else images.name, "sha256": images.fingerprint}
-            measured = describe_measured(known, count, self.reference[0].identity, options.mixed_precision)
+            measured = describe_measured(known, count, self.reference[0].identity, options.precision)
             self._report(measured, features, {})
         self.processes.barrier()
+        self.extractor.forget()
 
     def measure_run(self) -> None:
         """Measure every checkpoint of a run that has not been measured in this way."""
@@ -100,19 +103,24 @@ class Session:
         if processes.is_main and self.output_dir == self.run.path:
             results.remove_replaced(self.output_dir, {(model.step, model.weights): model.sha256 for model in models})
 
+        sets = [range(number * count, (number + 1) * count) for number in range(options.repeats)]
         jobs = [replace(job, condition=condition) for job in jobs for condition in conditions]
-        for number, job in enumerate(jobs, start=1):
-            samples = Samples(job, count, options.mixed_precision, options.batch_size, processes)
+        all_samples = [Samples(job, seeds, options, processes) for job in jobs for seeds in sets]
+        parts: list[results.Measured] = []  # the sets of a job
+        for number, samples in enumerate(all_samples, start=1):
             measured = samples.describe(self.reference[0].identity) if processes.is_main else None
+            parts.append(measured)
             if processes.broadcast(processes.is_main and self._is_measured(measured)):
-                logger.info("%s (%d of %d) has been measured already", samples.name, number, len(jobs))
+                logger.info("%s (%d of %d) has been measured already", samples.name, number, len(all_samples))
                 if processes.is_main:
                     samples.discard(self.output_dir)
+                self._report_mean(parts)
                 continue
-            logger.info("%s (%d of %d), weights=%s", samples.name, number, len(jobs), job.model.weights)
-            self.extractor.prepare(count, tuple(size), later=count * (len(jobs) - number))
+            logger.info("%s (%d of %d), weights=%s", samples.name, number, len(all_samples), samples.job.model.weights)
+            self.extractor.prepare(count, tuple(size), later=count * (len(all_samples) - number))
             try:
                 self._measure_samples(samples, measured)
+                self._report_mean(parts)
             except Interrupted as stop:
                 signal = str(stop).partition(":")[0]
                 where = f"stopped at {samples.name}, whose images so far are kept; the ones before it are in"
@@ -160,9 +168,9 @@ class Session:
         elif options.dataset_name or options.train_data_dir:
             named = "dataset_name dataset_config_name train_data_dir image_column cache_dir on_bad_image".split()
             data = DataOptions(**{name: getattr(options, name) for name in named})
-            images = EncodedImages(load_images(data, options.split), resolution)
+            images = EncodedImages(load_images(data, options.split or "train"), resolution)
         else:
-            return training_images(self.run.read_config(), options.split, options.cache_dir, num_workers)
+            return training_images(self.run.read_config(), options.split or "train", options.cache_dir, num_workers)
         skipping = options.on_bad_image == "skip" and isinstance(images, EncodedImages)
         return images.without_bad(num_workers) if skipping else images
 
@@ -207,17 +215,37 @@ class Session:
             folder = samples.keep() if options.keep_images else samples.generate(self.output_dir)
         else:
             logger.info("Its images are in %s", folder)
-        batches = self.extractor.batches(open_images(str(folder), "--run_dir"), torch.arange(samples.count))
-        batches = self.accuracy.observe(batches) if self.accuracy else batches
-        features = self.extractor.extract(batches, samples.count, samples.job.model.name)
+        images, seeds = open_images(str(folder), "--run_dir"), samples.seeds
+        # A folder of generate.py's begins with seed 0, another with the first of these.
+        chosen = torch.tensor(seeds if len(images) > seeds[-1] else range(samples.count))
+        batches = self.extractor.batches(images, chosen)
+        batches = self.accuracy.observe(batches, seeds) if self.accuracy else batches
+        features = self.extractor.extract(batches, samples.count, samples.job.model.name, identity=samples.identity)
         metrics = self.accuracy.measure() if self.accuracy else {}
         if processes.is_main:
             self._report(measured, features, metrics)
-            if measured.step is not None:
+            if measured.step is not None and not samples.which:
                 results.log_results(self.run, self.output_dir, measured, metrics)
         processes.barrier()
+        self.extractor.forget()
         if processes.is_main:
             samples.discard(self.output_dir)
+
+    def _report_mean(self, parts: list[results.Measured]) -> None:
+        """Once all sets of images have been measured, add their mean and spread to the results."""
+        if len(parts) < self.options.repeats:
+            return
+        if self.processes.is_main and len(parts) > 1:
+            rows = results.read_results(self.output_dir)
+            metrics = results.mean_and_spread([results.find_row(rows, part) for part in parts])
+            measured = results.repeated(parts[0], len(parts))
+            known = results.find_row(rows, measured)
+            if known is None or any(known.get(column) != value for column, value in metrics.items()):
+                results.add_result(self.output_dir, measured, metrics)
+                print(f"\n{results.describe_result(measured, metrics)}\n", flush=True)
+                if measured.step is not None:
+                    results.log_results(self.run, self.output_dir, measured, metrics)
+        parts.clear()
 
     def _report(self, measured: results.Measured, extracted: list[Features], metrics: dict[str, float]) -> None:
         """Add all metrics to those that are known, put them into the tables and print them."""

@@ -81,12 +81,15 @@ def reference_statistics(
         extractor.prepare(len(images), images.size, later)
         batches = extractor.batches(images, torch.arange(len(images)))
         networks = [extractor.networks[number] for number in missing]
-        computed = extractor.extract(batches, len(images), f"Reference {images.name}", networks)
+        bar = f"Reference {images.name}"
+        computed = extractor.extract(batches, len(images), bar, networks, identity=repr(wanted[0]))
         if processes.is_main:
             for number, features in zip(missing, computed, strict=True):
                 kept = features.features[torch.as_tensor(spread(features.count, MOST_FEATURES_KEPT))]
                 found[number] = Statistics(wanted[number], features.moments, features.spatial, kept)
                 save_statistics(found[number], _path_in_cache(wanted[number], cache_dir))
+        processes.barrier()
+        extractor.forget()
     return found
 
 

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LARGEST_BATCH = 1024
 SPEEDUP_WORTH_DOUBLING = 1.05
+MOST_IDLE = 0.1  # share of the processes' time; beyond it smaller batches are suggested
 LONGEST_PASS = 5.0  # seconds; larger batches are not tried beyond
 SECONDS_BETWEEN_REPORTS = 1.0
 
@@ -56,6 +57,12 @@ class InferenceSettings:
 def prefers_channels_last(device: torch.device, precision: str) -> bool:
     """Return whether networks run faster with their channels last: on GPUs in mixed precision, for the matrix units."""
     return device.type == "cuda" and precision != "no"
+
+
+def idle_share(batches: int, processes: int) -> float:
+    """Return the share of the processes' time in which the last batches are waited for, if all take equally long."""
+    rounds = -(-batches // processes)
+    return 1 - batches / (rounds * processes)
 
 
 def divide(seeds: Sequence[int], batch_size: int) -> list[list[int]]:
@@ -166,12 +173,21 @@ class RunningNetwork:
         duration = timedelta(seconds=round(passes / passes_per_second))
         message = "%s images to generate in batches of %d on %d process(es): about %s"
         logger.info(message, f"{images:,}", batch_size, self.processes.count, duration)
+        smaller = batch_size
+        while smaller > SMALLEST_BATCH and idle_share(-(-images // smaller), self.processes.count) > MOST_IDLE:
+            smaller //= 2
+        if smaller < batch_size:
+            idle = idle_share(len(batches), self.processes.count)
+            message = (
+                "The processes will be idle for %.0f %% of that, waiting for the last batches; --batch_size %d is finer"
+            )
+            logger.info(message, 100 * idle, smaller)
 
     def seconds_per_pass(self, size: int) -> float:
-        """Measure one call of the network for a batch of this size, after one to warm up."""
+        """Measure one call of the network for a batch of this size, guided if any is, after one to warm up."""
         samples = torch.zeros(size, *self.job.model.shape, device=self.processes.device)
-        t = torch.zeros((), dtype=torch.long, device=self.processes.device)
-        with torch.inference_mode(), self.processes.accelerator.autocast():
+        t = torch.tensor(self.job.condition.guidance.first_timestep, device=self.processes.device)
+        with torch.no_grad(), self.processes.accelerator.autocast():
             predict = self.job.condition.predict_for(self.network, [0] * size)
             for _ in range(2):
                 self.processes.synchronize_device()

@@ -122,31 +122,49 @@ class OutputOptions:
     overwrite: bool = option(
         False,
         "Delete the images that are already in the folder, even if they were made with other settings, and start over.",
-        not_with="interpolate",
+        not_with="interpolate interpolate_images",
     )
     format: Literal["png", "npz", "parquet"] = option(
         "png",
         "png: one file per image; npz: a single samples.npz (arr_0, seeds); parquet: a folder for "
         "datasets.load_dataset.",
-        not_with="interpolate",
+        not_with="interpolate interpolate_images",
     )
     gather_grid: bool = option(
         False,
         f"Show all images in grid.png, from all processes, instead of only the first {DEFAULT_IMAGES}.",
-        not_with="interpolate",
+        not_with="interpolate interpolate_images",
     )
     progress_gif: bool = option(
-        False, "Also write progress.gif, which shows the first 16 images forming out of noise.", not_with="interpolate"
+        False,
+        "Also write progress.gif, which shows the first 16 images forming out of noise.",
+        not_with="interpolate interpolate_images",
+    )
+    progressive: bool = option(
+        False,
+        "Also write progressive.png: for the first 16 images, the x_0 that the network predicts at 12 moments.",
+        not_with="interpolate interpolate_images",
     )
     interpolate: list[int] = option(
         [], "Only draw a row of images between two seeds, such as 3 9, with DDIM if you choose no sampler."
+    )
+    interpolate_images: list[str] = option(
+        [],
+        "Only draw a row of images between two image files, which are noised, mixed and denoised.",
+        not_with="interpolate",
+    )
+    interpolate_t: list[int] = option(
+        [500],
+        "Steps of noise for --interpolate_images, with a row for each: many change much, few change details.",
+        POSITIVE,
+        only_with="interpolate_images",
     )
     nearest: int | None = option(
         None,
         "Also show the N nearest training images beside each of the first 16 samples, to see whether the model has "
         "memorised them.",
         POSITIVE,
-        not_with="interpolate",
+        not_with="interpolate interpolate_images",
     )
     dataset_name: str | None = option(
         None, "Data set with the training images for --nearest (default: the one of the run).", only_with="nearest"
@@ -163,7 +181,7 @@ class SpeedOptions:
         "Images per process in one forward pass (default: the fastest size, measured at the start; "
         f"{SMALLEST_BATCH} for fewer than {2 * SMALLEST_BATCH * BATCHES_TO_SHARE} images). Lower it to save memory.",
         POSITIVE,
-        not_with="interpolate",
+        not_with="interpolate interpolate_images",
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
         None,
@@ -174,12 +192,12 @@ class SpeedOptions:
     compile: bool = option(
         False,
         "Compile the network for speed. Compiling can take minutes, so it pays for many images.",
-        not_with="interpolate",
+        not_with="interpolate interpolate_images",
     )
     channels_last: Literal["auto", "yes", "no"] = option(
         "auto",
         "Store images in channels-last order, which is faster on GPUs in mixed precision; auto uses it there.",
-        not_with="interpolate",
+        not_with="interpolate interpolate_images",
     )
 
 
@@ -212,6 +230,19 @@ def parse_generation(arguments: list[str]) -> GenerationOptions:
         raise UserError(f"--interpolate {' '.join(map(str, options.interpolate))}: needs two different seeds")
     if options.interpolate and (options.seeds or options.num_images or options.checkpoints):
         raise UserError("--interpolate draws one row with one model: leave out --seeds, --num_images and --checkpoints")
+    if options.interpolate_images and (options.num_images or options.checkpoints):
+        raise UserError(
+            "--interpolate_images draws one picture with one model: leave out --num_images and --checkpoints"
+        )
+    if options.interpolate_images and (
+        len(options.interpolate_images) != 2 or len(seeds_of(options)) > 1 and options.seeds
+    ):
+        raise UserError("--interpolate_images needs two image files, and at most one of --seeds")
+    for name in ("interpolate_images", "progressive"):
+        if getattr(options, name) and options.scheduler:
+            raise UserError(
+                f"--{name} goes with --ddpm and --ddim, which say what x_0 they see, not {options.scheduler}"
+            )
     if options.gather_grid and len(seeds) > LARGEST_GATHERED_GRID:
         raise UserError(f"--gather_grid: a grid has at most {LARGEST_GATHERED_GRID} images")
     if options.dataset_name and options.train_data_dir:

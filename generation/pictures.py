@@ -1,6 +1,7 @@
 """Pictures beside the images: a grid, the way from noise, the way between two seeds, the nearest training images."""
 
 import json
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,16 +17,18 @@ from conditions.guidance import Layout
 from generation.engine import InferenceSettings, Job, RunningNetwork
 from generation.generate_options import OutputOptions
 from generation.writers import one_line_if_unwritable
+from image_data.decode import UndecodableImage, decode_image
 from image_data.grid import beside_names, image_grid, side_by_side
 from image_data.sources import ImageSource, load_images
 from image_data.store import InMemoryImages, StreamedImages, load_training_images
 from run_folder.config import TrainingConfig
 from run_folder.folder import NEAREST, RunFolder
 from run_folder.saved_model import SavedModel
-from schedulers.denoising import NOISE_KEY, to_uint8
+from schedulers.denoising import NOISE_KEY, StepNoise, to_uint8
 
 SHOWN = 16  # images in a GIF or beside their neighbours
 FRAMES = 50
+ESTIMATES = 12  # of each image in progressive.png
 INTERPOLATED = 11
 IMAGES_COMPARED_AT_ONCE = 1024
 
@@ -62,6 +65,25 @@ def save_progress(job: Job, seeds: list[int], processes: Processes, settings: In
     save(first, path, save_all=True, append_images=others, duration=[80] * len(others) + [2000], loop=0)
 
 
+def save_progressive(job: Job, seeds: list[int], processes: Processes, settings: InferenceSettings, path: Path) -> None:
+    """Draw the x_0 that the network sees on the way from noise, a row for each image (Ho et al. 2020, Figure 6)."""
+    method, steps, columns = copy(job.method), len(job.method.timesteps), []
+    shown_at = {1 + round(place * (steps - 1) / (ESTIMATES - 1)) for place in range(ESTIMATES)}
+    with progress_bar(total=steps, desc=path.name, leave=False) as bar:
+
+        def step(model_output: torch.Tensor, number: int, sample: torch.Tensor, noise: StepNoise) -> torch.Tensor:
+            bar.update()
+            if number in shown_at:
+                t = method.timesteps[number - 1]
+                columns.append(to_uint8(method.scheduler.predict_original(model_output, t, sample)).cpu())
+            return job.method.step(model_output, number, sample, noise)
+
+        method.step = step
+        settings = replace(settings, batch_size=len(seeds), compile=False)
+        RunningNetwork(replace(job, method=method), processes, settings).generate(seeds, lambda number, samples: None)
+    save(image_grid(torch.stack(columns, dim=1).flatten(0, 1), columns=len(columns)), path)
+
+
 def save_interpolation(job: Job, first: int, last: int, processes: Processes, path: Path) -> None:
     """Draw a row of pictures whose noise lies on the great circle between that of two seeds (Song et al. 2021, D.5)."""
     if job.method.adds_noise:
@@ -76,6 +98,43 @@ def save_interpolation(job: Job, first: int, last: int, processes: Processes, pa
     with progress_bar(total=len(job.method.timesteps), desc=path.name, leave=False) as bar:
         images = running.generate(seeds, lambda number, samples: bar.update(), noise)
     save(image_grid(images, columns=INTERPOLATED), path)
+
+
+def save_between_images(job: Job, options: OutputOptions, seed: int, processes: Processes, path: Path) -> None:
+    """Draw a row between two images for every t: both noised to x_t, mixed, and denoised (Ho et al. 2020, section 4.4).
+
+    All pictures of the rows share their noise, so that they differ by what is mixed alone.
+    """
+    check_folder(path.parent)
+    channels, height, width = job.model.shape
+    if height != width:
+        raise UserError("--interpolate_images: the model's images are not square")
+    ends = torch.stack([read_image(Path(name), channels, height) for name in options.interpolate_images])
+    x_0, scheduler, rows = ends.to(processes.device) / 127.5 - 1, job.model.scheduler, []
+    noise = standard_normal(NOISE_KEY, torch.tensor([seed, seed + 1], device=processes.device), 0, x_0.shape[1:])
+    fractions = torch.linspace(0, 1, INTERPOLATED, device=processes.device)[:, None, None, None]
+    with user_errors(f"--output_dir {path.parent}: cannot be written", OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    for steps in sorted(options.interpolate_t, reverse=True):
+        method = copy(job.method)
+        method.timesteps = [t for t in job.method.timesteps if t < steps]
+        if steps > scheduler.config.num_train_timesteps or not method.timesteps:
+            raise UserError(f"--interpolate_t {steps}: the sampler has no such steps of the model's; choose another")
+        t = torch.tensor([method.timesteps[0]] * 2, device=processes.device)
+        first, last = scheduler.add_noise(x_0, noise, t)
+        running = RunningNetwork(replace(job, method=method), processes, InferenceSettings(batch_size=INTERPOLATED))
+        with progress_bar(total=len(method.timesteps), desc=f"t = {steps}", leave=False) as bar:
+            mixed = (1 - fractions) * first + fractions * last
+            images = running.generate([seed] * INTERPOLATED, lambda number, samples, bar=bar: bar.update(), mixed)
+        rows += [ends[:1], images, ends[1:]]
+    save(image_grid(torch.cat(rows), columns=INTERPOLATED + 2), path)
+
+
+def read_image(path: Path, channels: int, size: int) -> torch.Tensor:
+    """Read an image file in the model's size, cropped at the centre."""
+    with user_errors(f"--interpolate_images {path}: cannot be read", OSError, UndecodableImage):
+        pixels = decode_image(path.read_bytes(), channels, size, center_crop=True)
+    return torch.tensor(pixels)
 
 
 def spherical(first: torch.Tensor, last: torch.Tensor, fractions: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from run_folder.folder import GENERATED, NEAREST, RECORD
 
 logger = logging.getLogger(__name__)
 
-PICTURES = ("grid.png", "progress.gif", "nearest.png", NEAREST)
+PICTURES = ("grid.png", "progress.gif", "progressive.png", "nearest.png", NEAREST)
 NEEDED = {"batch_size", "subfolders", "device", "versions", "seeds", "images"}  # of a record, to go on from it
 CONDITION_SETTINGS = ("labels", "prompts", "negative_prompt", "guidance_scale", "guidance_rescale", "guidance_interval")
 

@@ -126,6 +126,11 @@ def load_images(options: DataOptions, split: str = "train") -> ImageSource:
     return ImageSource(dataset, image_column, name, split, fingerprint, rows)
 
 
+def splits_of(options: DataOptions) -> list[str]:
+    """Return the names of the splits that the data have."""
+    return [*_load_splits(options, "train")[1]]
+
+
 def spread(total: int, count: int) -> Sequence[int]:
     """Return at most `count` numbers of `range(total)`, evenly spread."""
     return range(total) if count >= total else [position * total // count for position in range(count)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import signal
@@ -115,6 +116,7 @@ def _unchanged(result: Any) -> Any:
 
 
 def _start_worker(worker_id: int) -> None:
+    gc.enable()  # which a training has switched off for itself
     # torchrun, Ctrl-C and a terminal that is closed signal the whole process group. The main process decides when to
     # stop, and it has a checkpoint to write first, during which its workers must not die.
     for number in STOPS:

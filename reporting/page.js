@@ -75,7 +75,7 @@ function facts(run) {
   if (loss !== null) found["Smoothed loss"] = format(loss);
   if (audit.length) found["Differs from paper"] = `in ${audit.filter(([, paper, own]) => paper !== own).length} of ${audit.length}`;
   const distance = (evaluation?.best || []).findLast(([name]) => /^fid@/.test(name));
-  if (distance) found[`Best ${distance[0]}`] = format(distance[1]);
+  if (distance) found[`Best ${inWords(distance[0])}`] = format(distance[1]);
   return found;
 }
 function showFacts() {
@@ -338,6 +338,8 @@ function trainingCharts() {
     return lines.length ? [makeChart(title, lines, { log: name === "loss" || name === "grad_norm" })] : [];
   });
 }
+const isOfFew = (column) => /^(s?fid|fd)[_@]/.test(column) && Number(column.split("@")[1]) < 10000;
+const inWords = (column) => isOfFew(column) ? `${column} (few images)` : column;
 const isDistance = (column) => /^(s?fid|fd|k[id]d?)[_@]/.test(column);
 function evaluationCharts() {
   const columns = [...new Set(runs.flatMap((run) => run.evaluation?.columns || []))].filter((name) => !name.includes("_std@"));
@@ -357,7 +359,7 @@ function evaluationCharts() {
       });
     });
     const steps = new Set(lines.flatMap((line) => line.x.step));
-    return steps.size > 1 ? [makeChart(column, lines, { log: isDistance(column), lowerIsBetter: isDistance(column) })] : [];
+    return steps.size > 1 ? [makeChart(inWords(column), lines, { log: isDistance(column), lowerIsBetter: isDistance(column) })] : [];
   });
 }
 function showCurves() {
@@ -519,9 +521,9 @@ function showEvaluation() {
   });
   const numeric = ["step", "steps", "num_images"];
   const head = [...(several ? ["run"] : []), ...method.map((name) => ({ text: labels[name] || name, kind: numeric.includes(name) && !(name === "step" && !several) ? "number" : "" })),
-    ...columns.map((name) => ({ text: name, kind: "number" }))];
+    ...columns.map((name) => ({ text: inWords(name), kind: "number" }))];
   const references = valuesOf("reference").filter(Boolean).join("; ");
-  const few = columns.some((name) => /^fid.*@/.test(name) && Number(name.split("@")[1]) < 10000);
+  const few = columns.some(isOfFew);
   section("metrics", "Metrics", `${references ? `Measured against ${references}${common.length ? `; ${common.join(", ")}` : ""}. ` : ""}The best of each is bold.` +
     (few ? " FID of fewer than 10,000 images is too high to be compared with published numbers; compare it with the same number of images only." : ""),
     table(head, rows, "Metrics"));

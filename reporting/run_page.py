@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.files import printable, write_atomically
 from common.options import LARGEST_INT, values_of
 from image_data.sources import spread
-from run_folder.config import TrainingConfig
+from run_folder.config import SCHEDULER_OPTIONS, TrainingConfig
 from run_folder.folder import NEAREST, RECORD, RunFolder
 from schedulers.ddpm import build_scheduler
 from schedulers.timestep_samplers import LogSNRBins
@@ -120,7 +120,7 @@ def read_curves(run: RunFolder) -> dict[str, list[float | None]]:
 
 def read_timesteps(run: RunFolder, config: TrainingConfig) -> dict | None:
     """Read over the steps, for each bin of log-SNR, how often it was drawn and how large the loss was there."""
-    bins = LogSNRBins(build_scheduler(config.ddpm_beta_schedule, config.ddpm_num_steps).alphas_cumprod)
+    bins = LogSNRBins(build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS)).alphas_cumprod)
     uniform, lines = (bins.counts / bins.counts.sum()).tolist(), []
     for line in with_steps(run.read_timesteps()):
         rows = {}
@@ -180,7 +180,7 @@ def embed(path: Path) -> dict | None:
 
 def read_evaluation(run: RunFolder) -> dict | None:
     """Read the table of evaluate.py, and the best number of each metric."""
-    rows = read_table(run.results_file)
+    rows = [row for row in read_table(run.results_file) if " seeds=" not in f" {row.get('settings')}"]  # but their mean
     columns = [name for name in rows[0] if name and "@" in name] if rows else []
     if not columns:
         return None

@@ -18,6 +18,7 @@ import yaml
 from common.errors import UserError
 from common.options import (
     BELOW_ONE,
+    BETWEEN_ZERO_AND_ONE,
     LARGEST_INT,
     NOT_NEGATIVE,
     NUM_STEPS,
@@ -47,6 +48,12 @@ LARGEST_GRID = 4096
 SAME_OBJECTIVE = ("uniform", "stratified", "loss_second_moment", "kingma_gao")
 CHANGED_OBJECTIVE = ("logit_normal", "edm", "log_snr", "laplace", "beta", "speed")
 CHANGED_OBJECTIVE += ("infonoise", "edm2", "marginal_return", "ats")
+
+# The options that are the arguments of build_scheduler (schedulers/ddpm.py), in order.
+SCHEDULER_OPTIONS = (
+    "ddpm_beta_schedule", "ddpm_num_steps", "variance_type", "prediction_type", "beta_start", "beta_end",
+)  # fmt: skip
+COSINE = "ddpm_beta_schedule=cosine ddpm_beta_schedule=squaredcos_cap_v2"  # which no beta is given
 
 
 @section("condition")
@@ -108,6 +115,10 @@ class DiffusionOptions:
         "linear", "quadratic", "scaled_linear", "cosine", "squaredcos_cap_v2", "sigmoid", "constant",
         "warmup10", "warmup50",
     ] = option("linear", "Noise schedule, by its name in the papers or in diffusers.", fixed=True)  # fmt: skip
+    beta_start: float = option(
+        1e-4, "The first beta.", BETWEEN_ZERO_AND_ONE, not_with=f"{COSINE} ddpm_beta_schedule=constant", fixed=True
+    )
+    beta_end: float = option(0.02, "The last beta.", BETWEEN_ZERO_AND_ONE, not_with=COSINE, fixed=True)
     variance_type: Literal["fixed_large", "fixed_small"] = option(
         "fixed_large", "Variance of the sampling steps: beta_t (fixed_large) or that of the posterior (fixed_small)."
     )
@@ -367,6 +378,18 @@ class SystemOptions:
     )
     allow_tf32: bool = option(False, "Use TF32 for matrix products on GPUs that have it: faster, slightly less exact.")
     compile: bool = option(False, "Compile the network for speed; the first step then takes minutes.")
+    gradient_checkpointing: bool = option(
+        False,
+        "Save memory by computing activations a second time for the gradient, which makes steps slower.",
+        may_change=True,
+        on_card=False,
+    )
+    profile: int | None = option(
+        None,
+        "Profile this many steps after the first ten, and write profile.json, a trace, and profile.txt.",
+        POSITIVE,
+        saved=False,
+    )
     dry_run: bool = option(False, "Print the configuration and the audit against the paper, and stop.", saved=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import shutil
 from contextlib import suppress
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 # What a run and its evaluation write, besides checkpoints and logs.
 CONFIG, AUDIT, METRICS, TIMESTEPS = "config.yaml", "audit.json", "metrics.jsonl", "timesteps.jsonl"
 PIPELINE, CARD, SAMPLES, REPORT = "model_index.json", "README.md", "samples", "report.html"
+PROFILE_TRACE, PROFILE_TABLE = "profile.json", "profile.txt"
+FEW_IMAGES = 10_000  # a Fréchet distance of fewer is far above that of many
 RESULTS, BEST_SCORES, PICTURES = "evaluation_results.csv", "best_scores.csv", "*_vs_*.png"
 # A folder of generated images; in a run they are below `generated`.
 GENERATED, RECORD, NEAREST = "generated", "samples.json", "nearest.json"
@@ -66,6 +69,7 @@ class RunFolder:
         self.generated = path / GENERATED
         self.report_file = path / REPORT
         self.trackers_file = path / TRACKERS
+        self.profile_trace, self.profile_table = path / PROFILE_TRACE, path / PROFILE_TABLE
 
     def grid_file(self, step: int) -> Path:
         return self.samples / f"step-{step}.png"
@@ -278,3 +282,9 @@ def remove_run(config: TrainingConfig) -> None:
     for entry in Path(config.output_dir).iterdir():
         if entry.name != LOCK_FILE and is_of_a_run(entry.name, config):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def is_of_few_images(column: str) -> bool:
+    """Return whether a column of the results is a Fréchet distance of so few images that papers cannot be compared."""
+    name, _, count = column.partition("@")
+    return re.match(r"(s?fid|fd)(_|$)", name) is not None and count.isdecimal() and int(count) < FEW_IMAGES

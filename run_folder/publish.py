@@ -28,7 +28,7 @@ from common.errors import UserError, reason_of, user_errors
 from common.files import write_atomically
 from common.options import values_of
 from run_folder.config import trackers_of
-from run_folder.folder import PICTURES, PIPELINE_FOLDERS, PUSHED, SAMPLES, RunFolder
+from run_folder.folder import PICTURES, PIPELINE_FOLDERS, PUSHED, SAMPLES, RunFolder, is_of_few_images
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -185,7 +185,8 @@ def evaluation_section(run: RunFolder) -> str:
     lines = [EVALUATION, "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for row in rows:
         row["best"] = f"{float(row['best']):.5g}"
-        lines.append(f"| {' | '.join(cell(row[name]) for name in columns)} |")
+        few = " (few images)" if is_of_few_images(row["metric"]) else ""
+        lines.append(f"| {cell(row['metric'])}{few} | {' | '.join(cell(row[name]) for name in columns[1:])} |")
     drawn = [name for name in ("FID", "FD") if (run.path / f"{name}_vs_TrainingSteps.png").exists()]
     return "\n".join(lines) + "".join(f"\n\n![{name}]({name}_vs_TrainingSteps.png)" for name in drawn)
 

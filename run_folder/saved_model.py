@@ -26,6 +26,7 @@ from run_folder.checkpoints import (
     step_of,
     verify,
 )
+from run_folder.config import SCHEDULER_OPTIONS
 from run_folder.folder import PIPELINE, RunFolder
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ def _folder_of(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=[*FETCHED]))
     except Exception as error:  # of the Hub, of the network, or of a repository that holds something else
         raise UserError(
-            f"--model {model}: there is no such folder, and it could not be loaded from the Hub ({reason_of_hub(error)})"
+            f"--model {model}: no such folder, and it could not be loaded from the Hub ({reason_of_hub(error)})"
         ) from error
 
 
@@ -268,6 +269,7 @@ def _named_checkpoint(folder: Path, weights: str | None, flag: str) -> SavedMode
 
 def _read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
     """Return the model of a checkpoint, whose files that are needed are verified."""
+    from schedulers.betas import BETA_END, BETA_START
     from schedulers.ddpm import build_scheduler
 
     if weights is None:
@@ -277,10 +279,10 @@ def _read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
         raise UserError(f"--weights ema: {folder} has none, it was trained without the moving average; use raw")
     parts = (f"{network}/{WEIGHTS}", f"{network}/config.json", STATE)
     hashes = verify(folder, (*parts, CONDITION_FILE) if (folder / CONDITION_FILE).exists() else parts)
-    names = ("ddpm_beta_schedule", "ddpm_num_steps", "variance_type", "prediction_type")
     # Whatever stands there: it has the hash that somebody wrote.
     with user_errors(f"{folder / STATE}: cannot be used", Exception):
         numbers = read_file(folder, STATE)
+        settings = {"beta_start": BETA_START, "beta_end": BETA_END, **numbers["settings"]}  # older ones have neither
         return SavedModel(
             name=folder.name,
             path=folder,
@@ -290,7 +292,7 @@ def _read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
             train_seconds=float(numbers["train_seconds"]),
             sha256=hashes[f"{network}/{WEIGHTS}"],
             network_folder=folder / network,
-            scheduler_config=dict(build_scheduler(*(numbers["settings"][name] for name in names)).config),
+            scheduler_config=dict(build_scheduler(*(settings[name] for name in SCHEDULER_OPTIONS)).config),
         )
 
 

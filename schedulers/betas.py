@@ -10,6 +10,8 @@ from functools import partial
 
 import torch
 
+BETA_START, BETA_END = 1e-4, 0.02  # the paper's
+
 
 def linear(steps: int, start: float, end: float) -> torch.Tensor:
     """Equally spaced from start to end (Ho et al. 2020, section 4)."""
@@ -64,7 +66,7 @@ DIFFUSERS_NAMES = {
 NAMES_OF_DIFFUSERS = {theirs: ours for ours, theirs in DIFFUSERS_NAMES.items()}
 
 
-def make_betas(name: str, steps: int, start: float = 1e-4, end: float = 0.02) -> torch.Tensor:
+def make_betas(name: str, steps: int, start: float = BETA_START, end: float = BETA_END) -> torch.Tensor:
     """Compute the betas of a schedule by its name here or in diffusers."""
     ours = NAMES_OF_DIFFUSERS.get(name, name)
     if ours not in BETA_SCHEDULES:

@@ -14,7 +14,7 @@ from diffusers import DDPMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMSchedulerOutput
 from diffusers.utils.torch_utils import randn_tensor
 
-from schedulers.betas import DIFFUSERS_NAMES, make_betas
+from schedulers.betas import BETA_END, BETA_START, DIFFUSERS_NAMES, make_betas
 
 VARIANCE_TYPES = ("fixed_large", "fixed_small")
 
@@ -202,15 +202,19 @@ def build_scheduler(
     num_train_timesteps: int = 1000,
     variance_type: str = "fixed_large",
     prediction_type: str = "epsilon",
+    beta_start: float = BETA_START,
+    beta_end: float = BETA_END,
 ) -> ExactDDPMScheduler:
     """Build the paper's diffusion by default. Schedules that diffusers does not know travel as a list of betas."""
     if beta_schedule in DIFFUSERS_NAMES or beta_schedule in DIFFUSERS_NAMES.values():
         schedule = {"beta_schedule": DIFFUSERS_NAMES.get(beta_schedule, beta_schedule)}
     else:
-        schedule = {"trained_betas": make_betas(beta_schedule, num_train_timesteps).tolist()}
+        schedule = {"trained_betas": make_betas(beta_schedule, num_train_timesteps, beta_start, beta_end).tolist()}
     return ExactDDPMScheduler(
         num_train_timesteps=num_train_timesteps,
         variance_type=variance_type,
         prediction_type=prediction_type,
+        beta_start=beta_start,
+        beta_end=beta_end,
         **schedule,
     )

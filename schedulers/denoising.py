@@ -23,7 +23,7 @@ NOISE_KEY = derive_seed("generation")
 Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode, in which autocast would cast every weight anew at every step
 def denoise(
     predict: Predict,
     method: DenoisingMethod,
@@ -34,7 +34,8 @@ def denoise(
 ) -> torch.Tensor:
     """Return one sample in [-1, 1] for each seed, on the seeds' device; `on_step` is called with every step's samples.
 
-    `initial_noise` replaces the noise that the seeds stand for at the start, not that of the steps.
+    `initial_noise` replaces the noise that the seeds stand for at the start, not that of the steps. Mixed precision is
+    the network's alone: steps are taken in float32, by whatever operations.
     """
     method.begin(seeds.device)
     noise = StepNoise(seeds, seeds.tolist(), 0, shape)
@@ -42,7 +43,8 @@ def denoise(
     # As one tensor: a number that is passed at each step would be copied to the device there.
     for number, t in enumerate(torch.tensor(method.timesteps, device=seeds.device), start=1):
         model_output = predict(method.network_input(samples, number), t)
-        samples = method.step(model_output, number, samples, replace(noise, number=number))
+        with torch.autocast(seeds.device.type, enabled=False):
+            samples = method.step(model_output, number, samples, replace(noise, number=number))
         on_step(number, samples)
     return samples
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,10 @@ class Browser:
         line, _, self._lines = self._lines.partition(b"\0")
         return json.loads(line)
 
-    def open(self, page: Path) -> None:
-        """Show a file, and wait until it is there."""
+    def open(self, page: Path | str) -> None:
+        """Show a file or an address, and wait until it is there."""
         self.events.clear()
-        self("Page.navigate", url=page.resolve().as_uri())
+        self("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._read())
         self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
@@ -76,16 +77,9 @@ class Browser:
 
     def complaints(self) -> list[str]:
         """Return the errors of the page, among them what its policy forbade, and all that it tried to load."""
-        found = []
-        for event in self.events:
-            method, parameters = event["method"], event["params"]
-            if method in ("Runtime.exceptionThrown", "Log.entryAdded"):
-                found.append(json.dumps(parameters))
-            if method == "Network.requestWillBeSent" and not parameters["request"]["url"].startswith(
-                ("file:", "data:")
-            ):
-                found.append(parameters["request"]["url"])
-        return found
+        reported = [each for each in self.events if each["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
+        fetched = [url for url in self.requests() if not url.startswith(("file:", "data:"))]
+        return [json.dumps(event["params"]) for event in reported] + fetched
 
     def mouse(self, kind: str, x: float, y: float, clicks: int = 0) -> None:
         held = {"button": "left", "buttons": 1} if kind != "mouseReleased" and clicks else {"button": "left"}
@@ -101,6 +95,19 @@ class Browser:
         for clicks in (1, 2):
             self.mouse("mousePressed", x, y, clicks)
             self.mouse("mouseReleased", x, y, clicks)
+
+    def wait_for(self, script: str, seconds: float = 60.0) -> Any:
+        """Return what an expression comes to as soon as that is something."""
+        end = time.monotonic() + seconds
+        while not (found := self.run(script)):
+            assert time.monotonic() < end, f"this did not come true: {script}"
+            time.sleep(0.05)
+        return found
+
+    def requests(self) -> list[str]:
+        """Return all that the page has asked for, from wherever."""
+        sent = [event["params"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
+        return [parameters["request"]["url"] for parameters in sent]
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self("Page.captureScreenshot")["data"]))

@@ -45,7 +45,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def metrics_in(row: dict[str, str]) -> dict[str, float]:
-    return {name: float(value) for name, value in row.items() if "@" in name}
+    return {name: float(value) for name, value in row.items() if "@" in name and value}
 
 
 @pytest.fixture(scope="module")

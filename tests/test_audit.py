@@ -50,6 +50,7 @@ def test_the_paper_does_not_deviate_from_itself(paper_unet):
         (["--train_batch_size=8"], "batch"),
         (["--ddpm_beta_schedule=cosine"], "schedule"),
         (["--ddpm_num_steps=2000"], "schedule"),
+        (["--beta_end=0.01"], "schedule"),
         (["--variance_type=fixed_small"], "variance"),
         (["--prediction_type=v_prediction"], "prediction"),
         (["--timestep_sampler=stratified"], "timesteps"),

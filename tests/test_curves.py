@@ -63,10 +63,10 @@ def test_a_line_joins_points_of_one_number_of_images_and_one_method():
         row_of(2, {"fid@5000": 18.0, "fid_clean@5000": 17.0}, sampler="ddim", steps=50),
     ]
     assert lines_of(rows, FID, "step") == {
-        "fid@5000, ddpm, 1000 steps": [(1, 30.0), (2, 20.0)],
+        "fid@5000 (few images), ddpm, 1000 steps": [(1, 30.0), (2, 20.0)],
         "fid@50000, ddpm, 1000 steps": [(2, 15.0)],
-        "fid@5000, ddim, 50 steps": [(2, 18.0)],
-        "fid_clean@5000, ddim, 50 steps": [(2, 17.0)],
+        "fid@5000 (few images), ddim, 50 steps": [(2, 18.0)],
+        "fid_clean@5000 (few images), ddim, 50 steps": [(2, 17.0)],
     }
 
 
@@ -131,7 +131,9 @@ def test_distances_in_other_features_are_drawn_under_their_own_name(tmp_path):
         for step in range(1, 4)
         for scale in (1.0, 3.0)
     ]
-    assert lines_of(rows[::2], FD, "step") == {"fd_dinov2@1000": [(1, 500), (2, 250), (3, pytest.approx(500 / 3))]}
+    assert lines_of(rows[::2], FD, "step") == {
+        "fd_dinov2@1000 (few images)": [(1, 500), (2, 250), (3, pytest.approx(500 / 3))]
+    }
     assert {path.name for path in draw_run(tmp_path, rows)} == {
         "FD_vs_TrainingSteps.png",
         "FD_vs_TrainingSeconds.png",
@@ -263,3 +265,34 @@ def test_runs_that_cannot_be_compared_are_said(tmp_path, monkeypatch):
 
 def test_help_needs_no_heavy_import():
     assert "--run_dir" in help_of("evaluate.py")
+
+
+def test_several_sets_of_images_are_one_line_with_bars(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    from evaluation.curves import draw_run, lines_of
+    from evaluation.metrics import FID
+
+    def of_sets(step: int) -> list[dict]:
+        sets = [
+            row_of(step, {"fid@500": 10.0 * step + place}, settings=name)
+            for place, name in enumerate(("", "seeds=500-999"))
+        ]
+        return [*sets, row_of(step, {"fid@500": 10.0 * step + 0.5, "fid_std@500": 0.7}, settings="repeats=2")]
+
+    rows = [*of_sets(1), *of_sets(2), row_of(3, {"fid@500": 5.0}, settings="")]
+    lines = lines_of(rows, FID, "step")
+    assert lines == {
+        "fid@500 (few images), repeats=2": [(1, 10.5), (2, 20.5)],
+        "fid@500 (few images), ": [(3, 5.0)],
+    }
+    bars, errorbar = [], Axes.errorbar
+    monkeypatch.setattr(
+        Axes, "errorbar", lambda *given, yerr, **named: bars.append(yerr) or errorbar(*given, yerr=yerr, **named)
+    )
+    draw_run(tmp_path, rows)
+    assert bars == [[0.7, 0.7], [0.7, 0.7]]  # over steps, over seconds
+    rows = [{**row, "fid_std@500": 1.0} for row in rows if "repeats" not in row["settings"]]
+    bars.clear()
+    draw_run(tmp_path, rows)
+    assert bars == []

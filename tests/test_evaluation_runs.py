@@ -38,7 +38,7 @@ class TestRun:
         assert [event.step for event in events.Scalars("fd_tiny_vision@12")] == [2, 4]
         card = (measured_run / "README.md").read_text()
         assert card.count("## Evaluation") == 1
-        assert "| `fd_tiny_vision@12` |" in card
+        assert "| `fd_tiny_vision@12` (few images) |" in card
         assert "![FD](FD_vs_TrainingSteps.png)" in card
         assert card.index("## Metrics") < card.index("## Evaluation") < card.index("## Repeat this run")
 
@@ -80,10 +80,10 @@ class TestRun:
                 elif job.model.step == 4 and ending == "kill":
                     raise MemoryError
 
-        def stopped_when_generated(extractor, batches, count, name):
+        def stopped_when_generated(extractor, batches, count, name, *given, **named):
             if name == "checkpoint-4" and ending == "while measuring":
                 raise Interrupted("SIGTERM: stopped; there was nothing to save")
-            return extract(extractor, batches, count, name)
+            return extract(extractor, batches, count, name, *given, **named)
 
         monkeypatch.setattr(sample_folder, "generate", stopped_at_step_4)
         monkeypatch.setattr(FeatureExtractor, "extract", stopped_when_generated)
@@ -110,6 +110,108 @@ class TestRun:
         found, expected = (read_csv(path / "evaluation_results.csv") for path in (tmp_path, measured_run))
         for one, other in zip(found, expected, strict=True):
             assert metrics_in(one) == pytest.approx(metrics_in(other), rel=1e-9, abs=1e-9)
+
+    @pytest.mark.parametrize("what", ["samples", "reference"])
+    def test_a_pass_that_is_killed_goes_on_where_it_was(self, measured_run, evaluate, tmp_path, monkeypatch, what):
+        from evaluation import features
+        from evaluation.networks import FeatureNetwork
+
+        compute, seen = FeatureNetwork.compute, []
+        flags = [f"--run_dir={measured_run}", *SAMPLED, "--checkpoints=4", "--feature_batch_size=4"]
+        cache = f"--cache_dir={tmp_path / 'cache'}" if what == "reference" else "--feature_batch_size=4"
+        evaluate(*flags, f"--output_dir={tmp_path / 'whole'}")
+
+        def killed(point: str) -> None:
+            if point == "features" and len(seen) >= 2:
+                raise MemoryError
+
+        def counted(network, images, *given):
+            seen.append(len(images))
+            return compute(network, images, *given)
+
+        monkeypatch.setattr(features, "SECONDS_BETWEEN_SAVES", 0.0)
+        monkeypatch.setattr(features, "fault_point", killed)
+        monkeypatch.setattr(features.FeatureExtractor, "_seconds_per_batch", lambda *given: 1.0)
+        monkeypatch.setattr(FeatureNetwork, "compute", counted)
+        with pytest.raises(MemoryError):
+            evaluate(*flags, cache, f"--output_dir={tmp_path / 'killed'}")
+        assert len(seen) == 2
+        monkeypatch.setattr(features, "fault_point", lambda point: None)
+        seen.clear()
+        evaluate(*flags, cache, f"--output_dir={tmp_path / 'killed'}")
+        assert sum(seen) == 4 if what == "samples" else 1797 + 12 - 8 <= sum(seen) <= 1797 + 12 - 8 + 3
+        (found,), (expected,) = (read_csv(tmp_path / name / "evaluation_results.csv") for name in ("killed", "whole"))
+        assert metrics_in(found) == metrics_in(expected)
+        assert not [*tmp_path.rglob("unfinished/*")]
+
+    def test_three_sets_of_images_have_a_mean_and_a_spread(self, run, evaluate, tmp_path, monkeypatch, capsys):
+        """The first set is that of a plain call, the others follow on; an interruption costs a set."""
+        import statistics
+
+        from evaluation.samples import Samples
+        from evaluation.session import Session
+
+        few, flags = "--checkpoints=4", [f"--run_dir={run}", *SAMPLED]
+        evaluate(*flags, few, f"--output_dir={tmp_path}")
+        report, generate, sets = Session._report, Samples.generate, []
+
+        def killed(session, *given):
+            report(session, *given)
+            if len(sets) == 1:
+                raise MemoryError
+
+        def noted(samples, output_dir):
+            sets.append(samples.seeds)
+            return generate(samples, output_dir)
+
+        monkeypatch.setattr(Samples, "generate", noted)
+        monkeypatch.setattr(Session, "_report", killed)
+        with pytest.raises(MemoryError):
+            evaluate(*flags, few, "--repeats=3", f"--output_dir={tmp_path}")
+        monkeypatch.setattr(Session, "_report", report)
+        capsys.readouterr()
+        evaluate(*flags, few, "--repeats=3", f"--output_dir={tmp_path}")
+        assert sets == [range(12, 24), range(24, 36)]
+        rows = {row["settings"].partition("eta=0.0")[2]: row for row in read_csv(tmp_path / "evaluation_results.csv")}
+        assert sorted(rows) == ["", " repeats=3", " seeds=12-23", " seeds=24-35"]
+        mean = metrics_in(rows.pop(" repeats=3"))
+        for column in ("fd_tiny_vision@12", "kd_tiny_vision@12", "precision_tiny_vision@12"):
+            values = [float(row[column]) for row in rows.values()]
+            assert mean[column] == pytest.approx(statistics.fmean(values))
+            assert mean[column.replace("@", "_std@")] == pytest.approx(statistics.stdev(values))
+        assert len({row["fd_tiny_vision@12"] for row in rows.values()}) == 3
+        shown = capsys.readouterr().out
+        spread = f"{mean['fd_tiny_vision@12']:.5g} +- {mean['fd_tiny_vision_std@12']:.2g}"
+        assert spread in shown.split("train_seconds")[1]
+        assert "fd_tiny_vision@12\u2020" in shown
+        assert "of fewer than 10,000 images" in shown
+        # Nothing is left to do, and nothing is said twice.
+        before = (tmp_path / "evaluation_results.csv").read_bytes()
+        evaluate(*flags, few, "--repeats=3", f"--output_dir={tmp_path}")
+        assert len(sets) == 2
+        assert (tmp_path / "evaluation_results.csv").read_bytes() == before
+        assert "repeats=3" not in capsys.readouterr().out
+
+    def test_kept_images_of_several_sets_are_in_one_folder(self, run, evaluate, tmp_path):
+        import shutil
+
+        copy = tmp_path / "run"
+        shutil.copytree(run, copy, ignore=shutil.ignore_patterns("evaluation*", "best*"))
+        flags = [f"--run_dir={copy}", *SAMPLED, "--checkpoints=4", "--repeats=2"]
+        evaluate(*flags, f"--output_dir={tmp_path / 'other'}")
+        evaluate(*flags, "--keep_images")
+        (folder,) = (copy / "generated").iterdir()
+        assert len([*folder.rglob("0*.png")]) == 24
+        found, expected = (read_csv(path / "evaluation_results.csv") for path in (copy, tmp_path / "other"))
+        assert [metrics_in(row) for row in found] == [pytest.approx(metrics_in(row)) for row in expected]
+        # They are found there by whoever wants all of them or a set.
+        (copy / "evaluation_results.csv").unlink()
+        before = {path: path.stat().st_mtime_ns for path in folder.rglob("0*.png")}
+        evaluate(*flags)
+        assert [metrics_in(row) for row in read_csv(copy / "evaluation_results.csv")] == [
+            pytest.approx(metrics_in(row)) for row in expected
+        ]
+        assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("0*.png")}
 
     def test_results_are_on_the_disk_before_the_screen(self, measured_run, evaluate, tmp_path, monkeypatch):
         def closed(text, **given):

@@ -25,6 +25,7 @@ from conditions.guidance import GenerationCondition
 from generation.engine import InferenceSettings, Job, RunningNetwork, choose_batch_size, divide, generate_images
 from generation.engine import generate as generate_batches
 from generation.generate_options import as_ranges, parse_generation, seeds_of
+from image_data.grid import image_grid
 from run_folder.saved_model import find_models
 from schedulers.denoising import DDIM, Predict
 
@@ -420,12 +421,28 @@ def test_a_full_disk_is_one_line(run, reference, tmp_path, monkeypatch):
 
 def test_pictures_beside_the_images(run, tmp_path):
     flags = [run, *FAST, "--num_images=9", f"--output_dir={tmp_path / 'out'}"]
-    generate(*flags, "--progress_gif", "--nearest=3", "--gather_grid")
+    generate(*flags, "--progress_gif", "--progressive", "--nearest=3", "--gather_grid")
     with Image.open(tmp_path / "out" / "progress.gif") as gif:
         assert 1 < gif.n_frames <= 5  # those that are the same are shown as one
         assert sum(gif.seek(frame) or gif.info["duration"] for frame in range(gif.n_frames)) == 4 * 80 + 2000
     assert Image.open(tmp_path / "out" / "grid.png").size == (3 * 50 + 2, 3 * 50 + 2)
     assert (tmp_path / "out" / "nearest.png").exists()
+    # A row for each image, a column for each of the few steps; what the network sees last is the image.
+    progressive = Image.open(tmp_path / "out" / "progressive.png")
+    files = sorted((tmp_path / "out" / "images").glob("*.png"))
+    finished = image_grid(torch.stack([torch.from_numpy(np.array(Image.open(file)))[None] for file in files]), 1)
+    columns = [
+        progressive.crop((left, 0, left + 52, progressive.height)) for left in range(0, progressive.width - 2, 50)
+    ]
+    assert len(columns) == 5
+    assert columns[-1].tobytes() == finished.tobytes()
+    assert columns[0].tobytes() != finished.tobytes()
+
+
+def test_only_exact_methods_say_what_they_see(run, tmp_path):
+    flags = ["--scheduler=EulerDiscreteScheduler", "--num_inference_steps=2", "--num_images=1", "--progressive"]
+    with pytest.raises(UserError, match="--progressive goes with --ddpm and --ddim, .*, not EulerDiscreteScheduler"):
+        generate(run, *flags, f"--output_dir={tmp_path / 'out'}")
 
 
 def test_the_nearest_training_image_of_a_training_image_is_itself(run):
@@ -454,6 +471,39 @@ def test_between_two_seeds(run, reference, tmp_path):
         image = torch.from_numpy(np.asarray(Image.open(path)).copy())[None, None]
         tile = np.asarray(image_grid(image, columns=1))
         assert np.abs(row[2:50, left : left + 48] - tile).max() <= 1
+
+
+def test_between_two_images(run, reference, tmp_path):
+    """A row for each t, the images at its ends; with one step of noise the network gives nearly the images back."""
+    files = [str(reference / "images" / f"{seed:06d}.png") for seed in (3, 5)]
+    flags = ["--interpolate_images", *files, "--interpolate_t", "1", "600", f"--output_dir={tmp_path / 'out'}"]
+    generate(run, *flags, "--ddim", "--num_inference_steps=1000")
+    picture = np.asarray(Image.open(tmp_path / "out" / "between-000003-000005.png")).astype(int)
+    assert picture.shape[:2] == (2 * 50 + 2, 13 * 50 + 2)
+    coarse, fine = picture[2:50], picture[52:100]
+    tiles = [[row[:, left : left + 48] for left in range(2, 13 * 50, 50)] for row in (coarse, fine)]
+    for tile in tiles:
+        assert np.array_equal(tile[0], tiles[0][0])
+        assert np.array_equal(tile[-1], tiles[0][-1])
+    # One step: x_1 is the image and noise of 1/100, and so is what is in the middle the mean of both.
+    assert np.abs(tiles[1][1] - tiles[1][0]).max() < 15
+    assert np.abs(tiles[1][-2] - tiles[1][-1]).max() < 15
+    assert np.abs(tiles[1][6] - (tiles[1][0] + tiles[1][-1]) / 2).max() < 15
+    assert np.abs(tiles[0][1] - tiles[0][0]).mean() > np.abs(tiles[1][1] - tiles[1][0]).mean()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--interpolate_images", "a.png"], "needs two image files"),
+        (["--interpolate_images", "a.png", "b.png"], "a.png: cannot be read"),
+        (["--interpolate_images", "README.md", "README.md"], "README.md: cannot be read"),
+        (["--interpolate_t", "3"], "no effect without --interpolate_images"),
+    ],
+)
+def test_mistakes_about_images_to_interpolate(run, tmp_path, flags, message):
+    with pytest.raises(UserError, match=message):
+        generate(run, *flags, f"--output_dir={tmp_path / 'out'}")
 
 
 # Seeds as text.

@@ -123,7 +123,7 @@ def test_every_flag_of_other_programs(script, name):
         ("train", "--num-gpus 4 --distributed", r"--num-gpus: type accelerate launch --multi_gpu --num_processes 4"),
         ("train", "--dataset celeba --num-accum 2 --distributed", "--dataset: type --dataset_name uoft-cs/cifar10"),
         ("train", "--train-device cuda:0", "type CUDA_VISIBLE_DEVICES=0 python "),
-        ("train", "--gradient_checkpointing", "not there yet; to save memory type a lower --train_batch_size"),
+        ("train", "--use_checkpoint True", "type --gradient_checkpointing"),
         ("train", "--scale_lr", "as in --learning_rate"),
         ("train", "--use_ddim", "python generate.py --model RUN --ddim"),
         ("train", "--prompt=x", "validation_prompts is an option of train_conditional.py"),

@@ -16,13 +16,13 @@ from generation.generate_options import GenerationOptions, parse_generation
 from preparation.prepare_options import PrepareOptions, parse_prepare_options
 from run_folder.config import ConditionalConfig, TrainingConfig, parse_config
 
-SCRIPTS = "prepare_data train_unconditional train_conditional generate evaluate visualize report".split()
+SCRIPTS = "prepare_data train_unconditional train_conditional generate evaluate import_weights visualize report".split()
 # One name everywhere for what several scripts have, whatever other names are accepted besides.
 OTHER_NAMES = {"output", "overwrite_output_dir", "dataloader_num_workers", "workers", "precision", "dtype", "out"}
 
 
 def kinds() -> dict[str, type]:
-    known = {"visualize": importlib.import_module("visualize").Options}
+    known = {name: importlib.import_module(name).Options for name in ("visualize", "import_weights")}
     return known | {
         "prepare_data": PrepareOptions, "train_unconditional": TrainingConfig, "train_conditional": ConditionalConfig,
         "generate": GenerationOptions, "evaluate": EvaluationOptions,

@@ -280,7 +280,7 @@ def test_the_page_shows_the_run(browser, tmp_path):
     ids = browser.run("[...document.querySelectorAll('section')].map((each) => each.id)")
     assert ids == ["audit", "curves", "samples", "timesteps", "metrics", "gallery", "options"]
     assert text_of(browser, "#audit td.marked") == ["1,797 images"]
-    titles = ["Loss", "Learning rate", "Gradient norm", "Images per second", "fid@256", "kid@256"]
+    titles = ["Loss", "Learning rate", "Gradient norm", "Images per second", "fid@256 (few images)", "kid@256"]
     assert text_of(browser, ".chart h3") == titles
     paths = browser.run("[...document.querySelectorAll('.chart path')].map((each) => each.getAttribute('d'))")
     assert len(paths) == len(titles) + 1

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from common.errors import RunFailed, UserError
 from run_folder.config import parse_config
 from run_folder.folder import open_run
+from run_folder.saved_model import find_models
 from schedulers.loss import DiffusionLoss
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -163,6 +164,19 @@ def test_options_train(flags, train, tiny_flags, tmp_path):
     losses = losses_of(run)
     assert sum(losses[-4:]) < sum(losses[:4])
     assert (run / "checkpoint-12" / "unet_ema").exists() is ("--no_use_ema" not in flags)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "warmup10"])  # one that diffusers knows, one that travels as a list
+def test_other_betas_are_those_of_what_is_saved(schedule, train, tmp_path, capsys):
+    from diffusers import DDPMPipeline
+
+    flags = [f"--ddpm_beta_schedule={schedule}", "--beta_start=1e-3", "--beta_end=0.01", "--max_train_steps=2"]
+    run = train(tmp_path / "run", *flags)
+    (model,) = find_models(str(run), [], None)
+    for betas in (model.scheduler.betas, DDPMPipeline.from_pretrained(run).scheduler.betas):
+        assert betas[[0, -1]].tolist() == pytest.approx([1e-3, 0.01])
+    with pytest.raises(UserError, match=r"beta_end 0\.01 -> 0\.02"):
+        train(tmp_path / "run", *flags[:2], "--max_train_steps=3")
 
 
 def test_time_budget_ends_a_run(train, tmp_path):

@@ -1,10 +1,13 @@
 """The network: the paper's U-Net as a UNet2DModel, its shapes for other sizes, and the paper's initialisation."""
 
 from bisect import bisect
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.utils.checkpoint
 from diffusers import UNet2DConditionModel, UNet2DModel
+from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from common.errors import UserError, reason_of_hub, user_errors
@@ -177,14 +180,47 @@ def build_training_unet(
     """Build the network that a run's configuration asks for, initialised as in the paper."""
     described = config.model_config_name_or_path
     if described is None:
-        return build_unet(config.resolution, channels, config.dropout, generator, condition)
+        unet = build_unet(config.resolution, channels, config.dropout, generator, condition)
+    else:
+        unet = load_described_network(config, channels, condition)
+        initialize_like_paper(unet, generator)
+    if config.gradient_checkpointing:
+        unet.enable_gradient_checkpointing()
+        for attention in (module for module in unet.modules() if isinstance(module, Attention)):
+            attention.set_processor(CheckpointedAttention(attention.processor))
+    return unet
+
+
+class CheckpointedAttention:
+    """Attention that is computed again for the gradient, as diffusers' blocks do with their convolutions alone."""
+
+    def __init__(self, processor: Callable[..., torch.Tensor]):
+        self.processor = processor
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        temb: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Take what diffusers gives a processor, by the names that it looks for."""
+        inputs = (attn, hidden_states, encoder_hidden_states, attention_mask, temb)
+        if not torch.is_grad_enabled():
+            return self.processor(*inputs)
+        return torch.utils.checkpoint.checkpoint(self.processor, *inputs, use_reentrant=False)
+
+
+def load_described_network(config: TrainingConfig, channels: int, condition: Conditioning) -> Network:
+    """Load the network that the configuration names; raise if its images have other channels."""
+    described = config.model_config_name_or_path
     unet = load_network(described, config.resolution, condition)
     if (unet.config.in_channels, unet.config.out_channels) != (channels, channels):
         raise UserError(
             f"--model_config_name_or_path {described}: the network has {unet.config.in_channels} channels in and "
             f"{unet.config.out_channels} out, but the images have {channels}; change the file or --channels"
         )
-    initialize_like_paper(unet, generator)
     return unet
 
 

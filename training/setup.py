@@ -15,7 +15,7 @@ import torch
 from common.errors import reason_of
 from common.files import write_atomically
 from common.interruption import stop_requested, stops_deferred
-from common.machine import can_be_compiled, fits_in_memory
+from common.machine import can_be_compiled, fits_in_memory, garbage_kept
 from common.processes import Processes
 from common.randomness import generator_for
 from conditions.condition import Condition
@@ -24,6 +24,7 @@ from image_data.store import TrainingImages
 from reporting.run_page import write_report
 from run_folder.checkpoints import CheckpointWriter, load_checkpoint
 from run_folder.config import (
+    SCHEDULER_OPTIONS,
     BatchSizes,
     TrainingConfig,
     as_yaml,
@@ -113,17 +114,20 @@ class Run:
 
     def is_over(self) -> bool:
         """Tell whether the steps are done, or the time is up on any process."""
-        done, limit = self.state.step >= self.total_steps, self.config.max_train_seconds
-        if done or limit is None:
-            return done
+        return self.state.step >= self.total_steps or self.processes.all_reduce_any(self._time_is_up)
+
+    @property
+    def _time_is_up(self) -> bool:
+        limit = self.config.max_train_seconds
         seconds = self.state.train_seconds if self.tracking is None else self.tracking.clock.train_seconds
-        return self.processes.all_reduce_any(seconds >= limit)
+        return limit is not None and seconds >= limit
 
     def ending(self) -> Ending:
         """Tell whether the run ends here, and all processes with it."""
-        if self.is_over():
+        if self.state.step >= self.total_steps:
             return "finished"
-        return "stopped" if self.processes.all_reduce_any(stop_requested() is not None) else None
+        time_is_up, stop = self.processes.any_a_step_ago(self._time_is_up, stop_requested() is not None)
+        return "finished" if time_is_up else "stopped" if stop else None
 
     def gradient_exchange(self, enabled: bool) -> AbstractContextManager:
         """Exchange gradients with the other processes at the end of the pass in here, if enabled."""
@@ -148,9 +152,7 @@ def check_before_work(config: TrainingConfig, processes: Processes) -> None:
 
 def build_process(config: TrainingConfig) -> ExactDDPMScheduler:
     """Build the diffusion that the configuration names."""
-    return build_scheduler(
-        config.ddpm_beta_schedule, config.ddpm_num_steps, config.variance_type, config.prediction_type
-    )
+    return build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS))
 
 
 def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages, condition: Condition) -> Run:
@@ -238,7 +240,9 @@ def opened(run: Run) -> Iterator[None]:
         processes.reporting_dead_peers(),
         fits_in_memory(advice),
         can_be_compiled(not_here),
+        garbage_kept(),
     ):
+        torch.backends.cudnn.benchmark = True  # convolutions of a run have one shape: try out what is fastest
         run.milestones = Milestones(run, CheckpointWriter(config, checkpoint))
         yield
     log_end(run)

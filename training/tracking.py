@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import math
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DENSITY, DENSITY_BINS = "timestep_density", 100
+STEPS_BETWEEN_COLLECTIONS = 100  # of Python's garbage
+STEPS_NOT_PROFILED, OPERATIONS_LISTED = 9, 10
 
 Sums = tuple[list[float], list[float], list[float]]
 
@@ -150,6 +153,8 @@ class Tracking:
         silent = not run.processes.is_local_main
         self.bar = progress_bar(total=run.total_steps, initial=state.step, desc="Steps", disable=silent)
         self.clock = Clock(state.train_seconds)
+        self.profiled_steps = config.profile
+        self.profiler = open_profiler(config.profile, self.folder) if config.profile and self.writes else None
         self._last = (state.step, state.train_seconds, 0.0, 0.0)  # as `_metrics` compares them
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -170,6 +175,11 @@ class Tracking:
     def log(self, state: TrainingState, ending: Ending) -> None:
         """Advance the bar, and write a line of metrics where one is due or the run is finished."""
         self.bar.update()
+        if self.profiler is not None:
+            with self.clock.paused():
+                self.profiler.step()
+        if state.step % STEPS_BETWEEN_COLLECTIONS == 0:
+            gc.collect()  # on all processes at once
         line_due = state.step % self.logging_steps == 0
         if not (line_due or ending == "finished"):
             return
@@ -264,8 +274,46 @@ class Tracking:
                 self.trackers.remove(tracker)
 
     def close(self) -> None:
+        if self.profiler is not None:
+            self.profiler.stop()
+            if self.profiler.step_num < STEPS_NOT_PROFILED + 1 + self.profiled_steps:
+                logger.warning(
+                    "--profile %d: the run ended before its steps %d to %d, and there is no profile",
+                    *(self.profiled_steps, STEPS_NOT_PROFILED + 2, STEPS_NOT_PROFILED + 1 + self.profiled_steps),
+                )
         self.bar.close()
         self._to_trackers(lambda tracker: tracker.finish())
+
+
+def open_profiler(steps: int, folder: RunFolder) -> torch.profiler.profile:
+    """Record steps of a run, after those in which it warms up: a trace of every operation, and where the time went."""
+
+    def write(profiler: torch.profiler.profile) -> None:
+        text = most_expensive(profiler.key_averages(), steps)
+        try:
+            profiler.export_chrome_trace(str(folder.profile_trace))
+            write_atomically(folder.profile_table, text)
+        except (OSError, RuntimeError) as error:
+            logger.warning("%s cannot be written: %s", folder.profile_trace, reason_of(error))
+        logger.info("%d steps are in %s, for https://ui.perfetto.dev\n%s", steps, folder.profile_trace, text)
+
+    plan = torch.profiler.schedule(skip_first=STEPS_NOT_PROFILED, wait=0, warmup=1, active=steps, repeat=1)
+    profiler = torch.profiler.profile(schedule=plan, on_trace_ready=write)
+    profiler.start()
+    return profiler
+
+
+def most_expensive(averages: Iterable, steps: int) -> str:
+    """List the operations that took most of the device's time, or of the processor's where there is no other."""
+    operations = [entry for entry in averages if not entry.key.startswith("ProfilerStep")]
+    device = any(entry.self_device_time_total for entry in operations)
+    took = operator.attrgetter("self_device_time_total" if device else "self_cpu_time_total")
+    total = sum(map(took, operations))
+    lines = [f"{'ms a step':>10}  share  calls a step  operation, on the {'device' if device else 'processor'}"]
+    for entry in sorted(operations, key=took, reverse=True)[:OPERATIONS_LISTED]:
+        share = took(entry) / total if total else 0
+        lines.append(f"{took(entry) / steps / 1000:10.3f}  {share:5.1%}  {entry.count / steps:12.1f}  {entry.key}")
+    return "\n".join(lines) + "\n"
 
 
 def describe_timesteps(state: TrainingState, sums: Sums) -> dict:

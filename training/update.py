@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -61,8 +62,11 @@ class Update:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         if self.scaler is None:
-            self.optimizer.found_inf = (self.failed_at != NEVER_FAILED).float()
-            self.optimizer.step()
+            failed = self.failed_at != NEVER_FAILED
+            self.optimizer.found_inf = failed.float()
+            # The fused kernel of MPS does not look at it, so there the host has to.
+            if self.processes.device.type != "mps" or not failed:
+                self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -110,6 +114,20 @@ class ExactEMA(EMA):
             return 0.0
         return min(max(1 - (1 + updates / self.inv_gamma) ** -self.power, self.min_value), self.beta)
 
+    def update_moving_average(self, ma_model: torch.nn.Module, current_model: torch.nn.Module) -> None:
+        """Compute ema <- ema + (1 - decay) (weights - ema) over lists of tensors that are made once."""
+        torch._foreach_lerp_(*self._averages_and_weights, 1.0 - self.get_current_decay())
+
+    @cached_property
+    def _averages_and_weights(self) -> list[list[torch.Tensor]]:
+        of_both = zip(tensors_of(self.ema_model), tensors_of(self.model), strict=True)
+        return [[tensor.data for tensor in some] for some in zip(*of_both, strict=True)]
+
+
+def tensors_of(network: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield what is averaged: weights and buffers of floating point."""
+    return (tensor for tensor in (*network.parameters(), *network.buffers()) if tensor.is_floating_point())
+
 
 def build_optimizer(config: TrainingConfig, unet: torch.nn.Module) -> torch.optim.Optimizer:
     """Build Adam: AdamW with decay 0 is the same update, and `fused` can skip one on the device (see `Update.step`)."""
@@ -139,7 +157,7 @@ def build_ema(config: TrainingConfig, unet: torch.nn.Module) -> ExactEMA | None:
     """Build the moving average: a copy at first, then ema <- decay ema + (1 - decay) weights."""
     if not config.use_ema:
         return None
-    return ExactEMA(
+    ema = ExactEMA(
         unet,
         beta=config.ema_max_decay,
         min_value=0.0 if config.ema_warmup else config.ema_max_decay,  # a ramp whose minimum is its maximum
@@ -148,5 +166,6 @@ def build_ema(config: TrainingConfig, unet: torch.nn.Module) -> ExactEMA | None:
         update_after_step=0,
         update_every=1,
         include_online_model=False,
-        use_foreach=True,
     )
+    ema.ema_model.requires_grad_()  # without which autocast would cast every weight anew at every step of a grid
+    return ema

@@ -18,7 +18,7 @@ from evaluation.networks import FeatureNetwork, load_networks
 from generation.engine import InferenceSettings, Job, generate_images
 from image_data.sources import load_images, spread
 from run_folder.checkpoints import WEIGHTS
-from run_folder.config import TrainingConfig
+from run_folder.config import SCHEDULER_OPTIONS, TrainingConfig
 from run_folder.saved_model import SavedModel
 from schedulers.ddpm import build_scheduler
 from schedulers.denoising import DDIM, DDPM
@@ -60,9 +60,7 @@ class Judge:
     def measure(self, folder: Path, measurement: Measurement, config: TrainingConfig) -> dict[str, float]:
         """Return FID, KID, precision and recall of the images of a snapshot of a run with these options."""
         start = time.perf_counter()
-        scheduler = build_scheduler(
-            config.ddpm_beta_schedule, config.ddpm_num_steps, "fixed_large", config.prediction_type
-        )
+        scheduler = build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS))
         model = SavedModel(
             name=folder.name, path=folder, home=folder, weights="ema", network_folder=folder,
             sha256=sha256(folder / WEIGHTS), scheduler_config=dict(scheduler.config),

@@ -1,0 +1,305 @@
+"""The negative log-likelihood of real images, in bits per dimension, as the paper counts it (Ho et al. 2020).
+
+The bound (eq. 5) is a sum: the prior term KL(q(x_T | x_0) || N(0, 1)), KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)) for
+every step but the last, and for that -log p(x_0 | x_1), a Gaussian integrated over each grey level (eq. 13). Timesteps
+count from 0 as elsewhere here: the step that starts at t = 0 makes the image.
+
+Given x_t, both means of a step are the same function of x_0. So a step depends on the network only through the squared
+error of the x_0 that it sees: one pass over the images gives the bound for both variances, and the distortion.
+"""
+
+import csv
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from common.errors import UserError, user_errors
+from common.files import write_atomically
+from common.machine import default_num_workers, fits_in_memory, to_device
+from common.plots import drawing
+from common.processes import Processes
+from common.progress import progress_bar
+from common.randomness import derive_seed, standard_normal
+from evaluation.evaluate_options import EvaluationOptions
+from evaluation.image_sets import EncodedImages, batches_of
+from evaluation.results import as_csv, as_text
+from generation.engine import InferenceSettings, Job, RunningNetwork, choose_batch_size, prefers_channels_last
+from image_data.data_options import DataOptions
+from image_data.sources import load_images, splits_of, spread
+from run_folder.folder import RunFolder
+from run_folder.saved_model import SavedModel, find_models
+from schedulers.ddpm import VARIANCE_TYPES, ExactDDPMScheduler
+from schedulers.denoising import DDPM, Predict
+from schedulers.loss import normalise
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_IMAGES = 10_000  # of each split
+SPLITS = ("train", "test")  # the paper's Table 1 has both
+NOISE_KEY = derive_seed("likelihood")
+HALF_RANGE = 127.5  # grey levels in a distance of 1
+TABLE, FOLDER = "likelihood.csv", "likelihood"
+IDENTITY = ("sha256", "images", "fingerprint", "num_images", "variance_type", "precision")
+NUMBERS = ("nll", "standard_error", "prior", "rate", "distortion", "rmse")  # the rest of a row's columns
+COLUMNS = ("step", "weights", *IDENTITY, *NUMBERS, "batch_size")
+PRINTED = ("step", "weights", "images", "num_images", "variance_type", *NUMBERS)
+NAMED_DATA = ("dataset_name", "dataset_config_name", "train_data_dir", "image_column", "cache_dir")
+
+
+@dataclass
+class Measurement:
+    """What a network makes of images, each on its own, in float64 on the CPU; everything else follows."""
+
+    prior: torch.Tensor  # bits
+    decoder: torch.Tensor  # bits of the step that makes the image
+    errors: torch.Tensor  # [images, T]: mean squared error of the x_0 that the network sees in x_t
+
+
+@dataclass
+class Bound:
+    """The variational bound for one variance, in bits per dimension: the mean over the images."""
+
+    nll: float
+    standard_error: float  # of the nll, by the choice of images
+    prior: float
+    terms: torch.Tensor  # of the step that starts at t, for every t; the first is the decoder's
+
+    @property
+    def distortion(self) -> float:
+        """Return L_0, the bits that make the image of what came before (section 4.3)."""
+        return self.terms[0].item()
+
+    @property
+    def rate(self) -> float:
+        """Return L_1 + ... + L_T, all other bits."""
+        return self.prior + self.terms[1:].sum().item()
+
+    def received(self) -> torch.Tensor:
+        """Return the bits that are sent until x_t is there, for every t (algorithms 3 and 4)."""
+        return self.prior + self.terms.sum() - self.terms.cumsum(0)
+
+
+def bound_of(found: Measurement, scheduler: ExactDDPMScheduler, variance_type: str) -> Bound:
+    """Add up the bound for a variance sigma^2, with r the posterior's over it.
+
+    A step costs KL = (r - 1 - ln r) / 2 and the weighted error of x_0.
+    """
+    # The weight is to be that of an error of x_0, whatever the network predicts.
+    posterior, chosen = (
+        ExactDDPMScheduler.from_config({**scheduler.config, "variance_type": variance, "prediction_type": "sample"})
+        for variance in ("fixed_small", variance_type)
+    )
+    steps = range(len(scheduler.betas))
+    ratio = [posterior.variance(t, t - 1) / chosen.variance(t, t - 1) for t in steps]
+    ratio = torch.tensor(ratio, dtype=torch.float64)
+    terms = (ratio - 1 - ratio.log()) / (2 * math.log(2)) + chosen.divergence_weights() * found.errors
+    terms[:, 0] = found.decoder
+    of_image = found.prior + terms.sum(1)
+    standard_error = of_image.std() / len(of_image) ** 0.5
+    return Bound(of_image.mean().item(), standard_error.item(), found.prior.mean().item(), terms.mean(0))
+
+
+def decoder_bits(images: torch.Tensor, mean: torch.Tensor, deviation: float) -> torch.Tensor:
+    """Return -log2 of a Gaussian integrated over the grey level of each pixel, the outermost to infinity (eq. 13).
+
+    The paper's code replaces the Gaussian's distribution function by a tanh; this is the integral itself.
+    """
+    centred = images.double() / HALF_RANGE - 1 - mean.double()
+    below = ((centred - 0.5 / HALF_RANGE) / deviation).masked_fill(images == 0, -math.inf)
+    above = ((centred + 0.5 / HALF_RANGE) / deviation).masked_fill(images == 255, math.inf)
+    # Mirrored to the left of the mean, where the distribution function is small and has an exact logarithm.
+    on_the_right = below > 0
+    below, above = torch.where(on_the_right, -above, below), torch.where(on_the_right, -below, above)
+    log_above = torch.special.log_ndtr(above)
+    log_probability = log_above + torch.log1p(-torch.exp(torch.special.log_ndtr(below) - log_above))
+    return -log_probability.flatten(1).mean(1) / math.log(2)
+
+
+def prior_bits(images: torch.Tensor, scheduler: ExactDDPMScheduler) -> torch.Tensor:
+    """Return KL(q(x_T | x_0) || N(0, 1)) of each image."""
+    a_t = scheduler.alphas_cumprod[-1]
+    squares = (images.double() / HALF_RANGE - 1).square().flatten(1).mean(1)
+    return (a_t * squares - a_t - torch.log1p(-a_t)) / (2 * math.log(2))
+
+
+@torch.inference_mode()
+def measure_batch(
+    predict: Predict,
+    scheduler: ExactDDPMScheduler,
+    images: torch.Tensor,
+    rows: torch.Tensor,
+    on_step: Callable[[], object] = lambda: None,
+) -> Measurement:
+    """Measure uint8 images on the rows' device. The noise of an image at t is a function of its row and t."""
+    x_0, errors = normalise(to_device(images, rows.device)), []
+    for number, t in reversed([*enumerate(torch.arange(len(scheduler.betas), device=rows.device))]):
+        noise = standard_normal(NOISE_KEY, rows, number, x_0.shape[1:])
+        x_t = scheduler.add_noise(x_0, noise, t.expand(len(rows)))
+        original = scheduler.predict_original(predict(x_t, t), number, x_t)
+        errors.append((original - x_0).square().flatten(1).mean(1))
+        on_step()
+    # The mean of the last step is the x_0 that the network sees.
+    decoder = decoder_bits(images, original.cpu(), scheduler.variance(0, -1) ** 0.5)
+    return Measurement(prior_bits(images, scheduler), decoder, torch.stack(errors[::-1], dim=1).cpu().double())
+
+
+class Likelihood:
+    """The course of evaluate.py --nll: the checkpoints of a run, or a pipeline, on the splits of the data."""
+
+    def __init__(self, options: EvaluationOptions, processes: Processes):
+        self.options, self.processes = options, processes
+        models = find_models(options.run_dir, options.checkpoints, options.weights) if processes.is_main else None
+        self.models: list[SavedModel] = processes.broadcast(models)
+        self.output_dir = Path(options.output_dir).expanduser() if options.output_dir else self.models[0].home
+        workers = options.num_workers
+        self.num_workers = default_num_workers(processes.local_count) if workers is None else workers
+        first = self.models[0]
+        if first.condition is not None:
+            raise UserError(f"--nll: {first.name} was trained with a condition; only models without one are measured")
+        if first.shape[0] not in (1, 3) or first.shape[1] != first.shape[2]:
+            raise UserError(
+                f"--nll: {first.name} makes images of {list(first.shape)}; 1 or 3 channels, square, are needed"
+            )
+
+    def measure(self) -> None:
+        """Measure every model on every split, write tables and pictures, and print the table."""
+        with self.processes.main_first():
+            splits = self._open_splits()
+        for model in self.models:
+            curves = {}
+            for images in splits:
+                curves |= self._measure_split(model, images)
+            if self.processes.is_main:
+                draw(self.output_dir / FOLDER / f"{model.label}.png", curves)
+        if self.processes.is_main:
+            rows = read_rows(self.output_dir / TABLE)
+            table = as_text([list(PRINTED), *([_cell(row[name]) for name in PRINTED] for row in rows)])
+            print(f"\n{table}\n\nBits per dimension; rmse in grey levels. {self.output_dir / TABLE} has this table.\n")
+
+    def _open_splits(self) -> list[EncodedImages]:
+        """Open the images that are named or those of the run: the split that is named, or training and test images."""
+        options, (channels, size, _) = self.options, self.models[0].shape
+        run = RunFolder(self.models[0].home)
+        if options.dataset_name or options.train_data_dir:
+            data = DataOptions(**{name: getattr(options, name) for name in NAMED_DATA})
+        elif run.is_run:
+            data = replace(run.read_config(), cache_dir=options.cache_dir)
+        else:
+            raise UserError(f"--nll: {self.models[0].name} is not a run; name its images with --dataset_name")
+        there = splits_of(data)
+        splits = [options.split] if options.split else [split for split in SPLITS if split in there]
+        if not splits:
+            raise UserError(f"--nll: choose one of the splits with --split: {', '.join(there)}")
+        if not options.split and len(splits) < len(SPLITS):
+            logger.info("The data have no other split than %s", splits[0])
+        opened = [EncodedImages(load_images(data, split), size, channels, data.interpolation) for split in splits]
+        skipping = "skip" in (options.on_bad_image, data.on_bad_image)
+        return [images.without_bad(self.num_workers) for images in opened] if skipping else opened
+
+    def _measure_split(self, model: SavedModel, images: EncodedImages) -> dict[str, tuple[Bound, torch.Tensor]]:
+        """Measure a model on a split, for both variances, and put that into the tables; return it by its name."""
+        rows = torch.as_tensor(spread(len(images), self.options.num_images or DEFAULT_IMAGES))
+        found, batch_size = self._measure_images(model, images, rows)
+        if not self.processes.is_main:
+            return {}
+        bounds = {variance_type: bound_of(found, model.scheduler, variance_type) for variance_type in VARIANCE_TYPES}
+        rmse = HALF_RANGE * found.errors.sqrt().mean(0)
+        with user_errors(f"{self.output_dir}: the results cannot be written there", OSError):
+            write_terms(self.output_dir / FOLDER / f"{model.label}-{images.split}.csv", bounds, rmse)
+            known = {"step": model.step, "weights": model.weights, "sha256": model.sha256, "batch_size": batch_size}
+            known |= {"images": str(images.files), "fingerprint": images.fingerprint, "num_images": len(rows)}
+            known |= {"precision": self.processes.precision, "rmse": rmse[0].item()}
+            numbers = {
+                name: {number: getattr(bound, number) for number in NUMBERS if number != "rmse"}
+                for name, bound in bounds.items()
+            }
+            add_rows(self.output_dir / TABLE, [{**known, "variance_type": name, **numbers[name]} for name in bounds])
+        return {f"{images.split}, {name}": (bound, rmse) for name, bound in bounds.items()}
+
+    def _measure_images(
+        self, model: SavedModel, images: EncodedImages, rows: torch.Tensor
+    ) -> tuple[Measurement | None, int]:
+        """Measure these images, shared among the processes, for the main one; return the batch size with it."""
+        processes, steps = self.processes, len(model.scheduler.betas)
+        channels_last = prefers_channels_last(processes.device, processes.precision)
+        settings = InferenceSettings(processes.precision, channels_last=channels_last)
+        job = Job(model, DDPM(model.scheduler, steps))
+        size = self.options.batch_size or choose_batch_size(job, len(rows), processes, settings)
+        running = RunningNetwork(job, processes, replace(settings, batch_size=size))
+        predict = job.condition.predict_for(running.network, [0] * size)
+        advice = f"--batch_size {size}: does not fit in the memory of {processes.device}; choose a smaller one"
+        parts = [torch.zeros(0, steps + 3, dtype=torch.float64)]
+        with fits_in_memory(advice), processes.accelerator.autocast():
+            batches = -(-len(rows) // size) / processes.count
+            duration = timedelta(seconds=round(math.ceil(batches) * steps * running.seconds_per_pass(size)))
+            message = "%s: %d images of %s at each of %d timesteps, in batches of %d: about %s"
+            logger.info(message, model.label, len(rows), images.files, steps, size, duration)
+            total = math.ceil(batches) * steps
+            with progress_bar(total=total, desc=images.split, unit="passes", disable=not processes.is_main) as bar:
+                for indices, pixels in batches_of(images, rows, size, self.num_workers, processes):
+                    # What a network makes of an image depends in its last bits on the number beside it.
+                    full = torch.arange(size).clamp(max=len(indices) - 1)
+                    in_batch = to_device(indices[full], processes.device)
+                    found = measure_batch(
+                        predict, model.scheduler, pixels[full, : model.shape[0]], in_batch, bar.update
+                    )
+                    columns = [indices[full], found.prior, found.decoder]
+                    of_images = torch.cat([torch.stack([one.double() for one in columns], dim=1), found.errors], dim=1)
+                    parts.append(of_images[: len(indices)])
+        of_images = processes.gather_rows(torch.cat(parts))
+        of_images = of_images[of_images[:, 0].argsort()]
+        return (Measurement(of_images[:, 1], of_images[:, 2], of_images[:, 3:]) if processes.is_main else None), size
+
+
+def write_terms(path: Path, bounds: dict[str, Bound], rmse: torch.Tensor) -> None:
+    """Write a line for every t: the bits of its step, all that are sent until x_t is there, and what x_0 looks like."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"t": t, "rmse": value} for t, value in enumerate(rmse.tolist())]
+    for name, bound in bounds.items():
+        for row, bits, received in zip(rows, bound.terms.tolist(), bound.received().tolist(), strict=True):
+            row |= {f"bits_{name}": bits, f"received_{name}": received}
+    write_atomically(path, as_csv([*rows[0]], rows))
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Read the table, if there is one."""
+    if not path.exists():
+        return []
+    damaged = user_errors(f"{path} cannot be read: move it away", OSError, ValueError, csv.Error)
+    with damaged, path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise ValueError("its columns are others")
+        return list(reader)
+
+
+def add_rows(path: Path, rows: list[dict[str, object]]) -> None:
+    """Put rows into the table, in place of earlier ones of the same."""
+    new = {tuple(str(row[name]) for name in IDENTITY) for row in rows}
+    kept = [row for row in read_rows(path) if tuple(row[name] for name in IDENTITY) not in new]
+    write_atomically(path, as_csv(COLUMNS, [*kept, *rows]))
+
+
+def _cell(text: str) -> str:
+    """Shorten a number for a person."""
+    try:
+        return text if text.isdecimal() else f"{float(text):.4g}"
+    except ValueError:
+        return text
+
+
+def draw(path: Path, curves: dict[str, tuple[Bound, torch.Tensor]]) -> None:
+    """Draw what an image looks like by the bits that are there (the paper's Figure 5), and the bits of every step."""
+    with drawing(path, columns=2) as (_, (panels,)):
+        for name, (bound, rmse) in curves.items():
+            panels[0].plot(bound.received(), rmse, label=f"{name}: {bound.nll:.3f} bits per dimension")
+            panels[1].plot(range(1, len(rmse)), bound.terms[1:])
+        panels[0].set(title="Rate and distortion", xlabel="bits per dimension received", ylabel="RMSE, grey levels")
+        panels[0].legend(fontsize=8)
+        panels[1].set(title="Bits of every step", xlabel="t", ylabel="bits per dimension", yscale="log")
+    logger.info("Drew %s", path)

@@ -1,0 +1,106 @@
+"""--gradient_checkpointing and --profile: what they leave as it is, and what they are for."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from conftest import losses_of, run_training
+from diffusers import UNet2DModel
+
+from run_folder.config import parse_config
+from training.network import build_training_unet
+
+LENGTH = ["--max_train_steps=4", "--checkpointing_steps=100", "--save_images_steps=100"]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_flags, tmp_path_factory):
+    return run_training(tmp_path_factory.mktemp("plain") / "run", [*tiny_flags, *LENGTH])
+
+
+def test_checkpointing_changes_no_loss(plain, train, tmp_path):
+    """Dropout, too, is drawn again as it was."""
+    run = train(tmp_path / "run", *LENGTH, "--gradient_checkpointing")
+    assert losses_of(run) == pytest.approx(losses_of(plain), rel=1e-6)
+
+
+def test_checkpointing_can_be_compiled(plain, train, tmp_path, monkeypatch):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    run = train(tmp_path / "run", *LENGTH, "--gradient_checkpointing", "--compile")
+    assert losses_of(run) == pytest.approx(losses_of(plain), rel=1e-5)
+    assert not counters["graph_break"]
+
+
+def bytes_kept(unet: UNet2DModel, monkeypatch) -> int:
+    """Count what a forward pass keeps for the gradient, each tensor once, without the weights."""
+    weights, kept = {parameter.untyped_storage().data_ptr() for parameter in unet.parameters()}, {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    def checkpoint(function, *arguments, **options):
+        for argument in filter(torch.is_tensor, arguments):
+            keep(argument)
+        return torch_checkpoint(function, *arguments, **options)
+
+    torch_checkpoint = torch.utils.checkpoint.checkpoint
+    with monkeypatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        patch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint)
+        output = unet(torch.randn(1, 3, 32, 32), torch.tensor([999])).sample  # while it is there, so is what it keeps
+    assert output.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_checkpointing_keeps_a_third_of_the_activations(monkeypatch):
+    """Of the paper's network."""
+    counts = []
+    for flags in ([], ["--gradient_checkpointing"]):
+        config = parse_config(["--dataset_name=digits", "--resolution=32", *flags])
+        unet = build_training_unet(config, 3, torch.Generator().manual_seed(0))
+        counts.append(bytes_kept(unet, monkeypatch))
+    assert counts[1] < counts[0] / 3
+
+
+def test_attention_to_words_has_the_same_gradient(text_network):
+    gradients = []
+    for flags in ([], ["--gradient_checkpointing"]):
+        described = [f"--model_config_name_or_path={text_network}", "--resolution=8"]
+        config = parse_config(["--dataset_name=digits", *described, *flags])
+        unet = build_training_unet(config, 1, torch.Generator().manual_seed(0), {"cross_attention_dim": 16})
+        torch.manual_seed(0)
+        words = {"encoder_hidden_states": torch.randn(2, 5, 16), "encoder_attention_mask": torch.ones(2, 5)}
+        unet(torch.randn(2, 1, 8, 8), torch.tensor([0, 999]), **words).sample.square().sum().backward()
+        gradients.append([parameter.grad for parameter in unet.parameters()])
+    assert any(gradient.abs().max() > 0 for gradient in gradients[0])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_profile(train, tmp_path):
+    run = train(tmp_path / "run", "--max_train_steps=14", *LENGTH[1:], "--profile=2")
+    events = json.loads((run / "profile.json").read_text())["traceEvents"]
+    steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
+    assert steps == {"ProfilerStep#10", "ProfilerStep#11"}
+    heading, *lines = (run / "profile.txt").read_text().splitlines()
+    assert heading.split()[:2] == ["ms", "a"]
+    assert len(lines) == 10
+    assert any("convolution" in line for line in lines)
+    shares = [float(line.split()[1].rstrip("%")) for line in lines]
+    assert shares == sorted(shares, reverse=True)
+    assert 50 < sum(shares) <= 100
+    assert "profile" not in (run / "config.yaml").read_text()
+
+
+def test_a_run_that_is_too_short_for_a_profile(train, tmp_path, capfd):
+    run = train(tmp_path / "run", "--max_train_steps=3", *LENGTH[1:], "--profile=2")
+    assert not (run / "profile.json").exists()
+    assert "--profile 2: the run ended before" in capfd.readouterr().err
