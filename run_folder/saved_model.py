@@ -227,7 +227,7 @@ def _folder_of(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=[*FETCHED]))
     except Exception as error:  # of the Hub, of the network, or of a repository that holds something else
         raise UserError(
-            f"--model {model}: no such folder, and it could not be loaded from the Hub ({reason_of_hub(error)})"
+            f"--model {model}: there is no such folder, nor could it be loaded from the Hub ({reason_of_hub(error)})"
         ) from error
 
 
