@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write one page to look at: a run, or several side by side, as a file that needs no network.
+"""Write a run, or several side by side, as one HTML page that works offline.
 
 python report.py runs/cifar10
 python report.py runs/uniform runs/stratified --output comparison.html
@@ -15,9 +15,9 @@ from common.options import ConfigOptions, option, parse_options, section
 
 @section("report")
 class ReportOptions:
-    runs: list[str] = option([], "Folders of runs.", positional=True)
+    runs: list[str] = option([], "Runs to show, side by side. Given as the first words.", positional=True)
     output: str | None = option(
-        None, "The page (default: report.html, in the run's folder if there is one run, else in this folder)."
+        None, "File to write (default: report.html, in the run's folder, or here if there are several runs)."
     )
 
 
@@ -28,7 +28,7 @@ class Options(ConfigOptions, ReportOptions):
 
 def parse(arguments: list[str]) -> Options:
     """Return the options; raise if there is nothing to show, or nowhere to write it."""
-    description = "Write a run, or several side by side, as one page that works without a network."
+    description = "Write a run, or several side by side, as one HTML page that works offline."
     usage = "%(prog)s RUN [RUN ...] [--output FILE.html]"
     options = parse_options(Options, arguments, description=description, usage=usage)
     if not options.runs:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Draw what a diffusion does to images, which timesteps it trains on, and how a run fared on them.
+"""Draw what a diffusion does to images, which timesteps it trains on, and the course of a run.
 
 python visualize.py --schedules linear cosine
 python visualize.py --timestep_sampler my_sampler.py:MySampler
@@ -21,30 +21,38 @@ from run_folder.config import DiffusionOptions, TrainingConfig, check_timestep_s
 @section("pictures")
 class PictureOptions:
     schedules: list[str] = option(
-        ["linear", "cosine"], "Beta schedules to compare, by any name that training knows.", not_with="run_dir"
+        ["linear", "cosine"], "Noise schedules to compare, with the names of --ddpm_beta_schedule.", not_with="run_dir"
     )
-    ddpm_num_steps: int = option(1000, "T, the number of diffusion steps.", from_to(2, 1_000_000), not_with="run_dir")
+    ddpm_num_steps: int = option(1000, "Number of diffusion steps, T.", from_to(2, 1_000_000), not_with="run_dir")
     run_dir: str | None = option(
         None,
-        "Draw this run instead: densities and losses, and its samples over the steps. May be given as the first word.",
+        "Draw a run instead: its timesteps, its losses, and its samples over the steps. Usually given as the first "
+        "word, without the flag.",
         positional=True,
     )
     timestep_sampler: str | None = option(
-        None, "A sampler of your own, my_file.py:MySampler, to draw as well; with --run_dir the one that the run used."
+        None,
+        "Also draw your own sampler, my_file.py:MySampler. For a run that was trained with one, name it here too.",
     )
-    output_dir: str | None = option(None, "Where the pictures go (default: figures, of the run if there is one).")
-    seed: int = option(0, "All noise is a function of this.", from_to(0, LARGEST_INT), not_with="run_dir")
+    output_dir: str | None = option(
+        None, "Folder for the pictures (default: figures in the run's folder, or here if no run is given)."
+    )
+    seed: int = option(0, "Random seed of the noise.", from_to(0, LARGEST_INT), not_with="run_dir")
 
 
-@section("images to dissolve", not_with="run_dir")
+@section("images that the dissolving GIF shows", not_with="run_dir")
 class DissolvingOptions:
-    dataset_name: str | None = option(None, "Hub id or local folder, or 'digits' (the default when no data is named).")
-    dataset_config_name: str | None = option(None, "Configuration of the data set, if it has several.")
-    train_data_dir: str | None = option(None, "Folder of images, instead of dataset_name.")
-    image_column: str | None = option(None, "Column with the images; found by itself if there is only one.")
-    cache_dir: str | None = option(None, "Folder for downloaded data (default: that of datasets).")
-    num_images: int = option(4, "Images, evenly spread over the data set.", from_to(1, 1024))
-    resolution: int = option(32, "Size of the images; others are resized and cropped at the centre.", RESOLUTION)
+    dataset_name: str | None = option(
+        None, "Data set: a Hub id, a local folder, or 'digits' (default: digits, if you name no data)."
+    )
+    dataset_config_name: str | None = option(None, "Which configuration of the data set to use, if it has several.")
+    train_data_dir: str | None = option(None, "Folder of images, instead of --dataset_name.")
+    image_column: str | None = option(None, "Column with the images (default: the only one there is).")
+    cache_dir: str | None = option(None, "Folder for downloaded data (default: the cache of datasets).")
+    num_images: int = option(4, "Number of images, evenly spread over the data set.", from_to(1, 1024))
+    resolution: int = option(
+        32, "Size in pixels; images of other sizes are resized and cropped at the centre.", RESOLUTION
+    )
     on_bad_image: ClassVar[str] = "skip"
 
     @property
@@ -60,7 +68,7 @@ class Options(ConfigOptions, DissolvingOptions, PictureOptions):
 
 def parse(arguments: list[str]) -> Options:
     """Return the options; raise for a schedule that is not known."""
-    description = "Draw schedules, timestep samplers and loss weights, or how a run fared."
+    description = "Draw noise schedules, timestep samplers and loss weights, or the course of a run."
     usage = "%(prog)s [RUN] [--flag value ...]"
     options = parse_options(Options, arguments, description=description, usage=usage)
     if options.timestep_sampler is not None and not names_flag(arguments, "timestep_sampler"):

@@ -103,10 +103,10 @@ def reason_of(error: BaseException) -> str:
 def reason_of_hub(error: BaseException) -> str:
     """Return why something could not be had from the Hub; that it was not asked, or not reached, says no library."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return "the Hub was not asked, as HF_HUB_OFFLINE is set, and no copy of it is on this machine"
+        return "HF_HUB_OFFLINE is set, and there is no copy of it on this machine"
     cause = first_cause(error)
     if isinstance(cause, ConnectionError | TimeoutError | socket.gaierror) or "Connect" in type(cause).__name__:
-        return f"the Hub cannot be reached from here, and no copy of it is on this machine: {reason_of(cause)}"
+        return f"the Hub cannot be reached, and there is no copy of it on this machine: {reason_of(cause)}"
     return f"{type(cause).__name__}: {reason_of(cause)}"
 
 
@@ -122,7 +122,7 @@ class Stream(io.FileIO):
         except OSError as error:
             if self.fileno() == 1 and error.errno != errno.EPIPE and not _same_file(1, 2):
                 os.dup2(2, 1)
-                say(f"the standard output cannot be written ({error.strerror}); what follows was meant for it")
+                say(f"standard output cannot be written ({error.strerror}); the rest of it follows here")
             elif error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return len(data)  # is lost; there may be room for what comes later
             else:

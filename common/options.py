@@ -173,7 +173,9 @@ def parse_options(
     for name in facts:
         if facts[name].positional and arguments and not arguments[0].startswith("-"):
             if is_given(arguments, name):
-                raise UserError(f"{arguments[0]} and --{name} are two ways to say one thing: give one of them")
+                raise UserError(
+                    f"{arguments[0]} and --{name} are two ways to say the same thing: give only one of them"
+                )
             if isinstance(facts[name].default, list):
                 arguments = [f"--{name}", *arguments]
             else:
@@ -183,7 +185,7 @@ def parse_options(
     for pair in pairs:
         wanted = {name for name, words in (from_file or {}).items() if words != [f"--{name}={facts[name].default}"]}
         if given.issuperset(pair) or (wanted.issuperset(pair) and not given.intersection(pair)):
-            raise UserError(f"--{pair[0]} and --{pair[1]} are two ways to say one thing: give one of them")
+            raise UserError(f"--{pair[0]} and --{pair[1]} are two ways to say the same thing: give only one of them")
     replaced = given | {rival for pair in pairs for name, rival in (pair, pair[::-1]) if name in given}
     from_file = {name: words for name, words in (from_file or {}).items() if name not in replaced}
     options = read_options(kind, from_file, arguments, _make_parser(kind, description, usage))
@@ -224,9 +226,11 @@ def _checked(name: str, value: object, facts: Facts) -> object:
     """Return a value, a path with its `~` expanded; raise if it is not in its range."""
     if isinstance(value, str):
         if "\0" in value:
-            raise UserError(f"--{name}: the character NUL is in it")
+            raise UserError(f"--{name}: contains the character NUL")
         if any("\ud800" <= letter <= "\udfff" for letter in value):  # as Python has what it cannot read
-            raise UserError(f"--{name}: is not in UTF-8; if its name is, set a locale that has it, LC_ALL=C.UTF-8")
+            raise UserError(
+                f"--{name}: is not valid UTF-8; if the name on disk is, set a UTF-8 locale such as LC_ALL=C.UTF-8"
+            )
         return os.path.expanduser(value) if re.match(r"~[^\s/]*(/|$)", value) else value
     if isinstance(value, int | float) and not isinstance(value, bool):
         for must_be in (FINITE if isinstance(value, float) else STORABLE, facts.must_be):

@@ -350,7 +350,7 @@ def check_cuda() -> None:
     driver = next(iter(re.findall(r"\d+\.\d[\d.]*", NVIDIA_DRIVER.read_text(errors="replace"))), "?")
     raise UserError(
         f"this machine has an NVIDIA driver ({driver}), but torch {torch.__version__}, which {built}, cannot use it: "
-        f"install a torch that fits the driver, or ask for the CPU with CUDA_VISIBLE_DEVICES=''"
+        f"install a torch that fits the driver, or use the CPU with CUDA_VISIBLE_DEVICES=''"
     )
 
 

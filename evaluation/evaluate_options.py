@@ -33,18 +33,20 @@ WITH_NLL = (
 )  # fmt: skip
 
 
-@section("what is measured: images, or every checkpoint of a run")
+@section("what to measure: images, or the checkpoints of a run")
 class ImagesOptions:
     run_dir: str | None = option(
         None,
-        "A run: its checkpoints are measured, each with images generated for it. May be given as the first word.",
+        "Measure the checkpoints of this run, with images generated for each. Usually given as the first word.",
         positional=True,
     )
-    generated: str | None = option(None, "Generated images: a folder of image or parquet files, or an .npz.")
-    compare: list[str] = option([], "Two or more runs that have been measured: curves in one plot, times to equal FID.")
+    generated: str | None = option(None, "Measure these images: a folder of image or parquet files, or an .npz.")
+    compare: list[str] = option(
+        [], "Compare two or more measured runs: their curves in one plot, and how long each takes to reach equal FID."
+    )
     num_images: int | None = option(
         None,
-        "Images to measure (default: all of --generated; 10000 of a run).",
+        "Number of images to measure (default: all images of --generated, or 10000 for each checkpoint of a run).",
         from_to(FEWEST_IMAGES, MOST_IMAGES),
     )
     nll: bool = option(
@@ -55,94 +57,110 @@ class ImagesOptions:
     )
 
 
-@section("a run: its checkpoints, and how images of them are generated")
+@section("for a run: its checkpoints, and how to generate their images")
 class RunOptions:
     checkpoints: list[str] = option(
-        [], "Steps of the run to measure (default: every checkpoint that is there; of --nll the newest)."
+        [], "Steps of the checkpoints to measure (default: all that exist; with --nll the newest)."
     )
     weights: Literal["ema", "raw"] | None = option(
-        None, "Weights of the checkpoints (default: ema where there is one)."
+        None, "Use the moving average of the weights, or the raw weights (default: ema, if there is one)."
     )
     batch_size: int | None = option(
-        None, "Images per process and forward pass (default: the largest that pays, measured at the start).", POSITIVE
+        None,
+        "Images per process in one forward pass (default: the fastest size, measured at the start). Lower it if "
+        "memory runs out.",
+        POSITIVE,
     )
     guidance_scales: list[float] = option(
         [1.0],
-        "Guidance scales to measure, 1 being none, of a conditional run, which gets the real images' captions or "
-        "their classes in the same proportions.",
+        "For a conditional run: measure it at these guidance scales; 1 means no guidance. Samples are generated for "
+        "the captions of the real images, or for their classes in the same proportions.",
         NOT_NEGATIVE,
     )
     repeats: int = option(
         1,
-        "Measure so many disjoint sets of --num_images images (of the seeds 0, 1, ...), and report mean and spread.",
+        "Measure this many disjoint sets of --num_images images (of the seeds 0, 1, ...); report mean and spread.",
         from_to(1, 100),
     )
-    keep_images: bool = option(False, "Keep them in the run's folder, where generate.py would put them.")
+    keep_images: bool = option(False, "Keep the generated images in the run's folder, where generate.py puts them.")
 
 
-@section("what it is measured against (for a run: the images that it was trained on)")
+@section("what to compare with (default for a run: the images it was trained on)")
 class ReferenceOptions:
     real: str | None = option(None, "Real images: a folder of image or parquet files, or an .npz.")
-    dataset_name: str | None = option(None, "Real images: Hub id or local folder of a data set, or 'digits'.")
+    dataset_name: str | None = option(None, "Real images: a data set from the Hub, from a local folder, or 'digits'.")
     dataset_config_name: str | None = option(
-        None, "Configuration of the data set, if it has several.", only_with="dataset_name"
+        None, "Which configuration of the data set to use, if it has several.", only_with="dataset_name"
     )
-    train_data_dir: str | None = option(None, "Real images: folder of images in the layout of training.")
+    train_data_dir: str | None = option(None, "Real images: a folder that train_unconditional.py can train on.")
     split: str | None = option(
-        None, "Split of the data set (default: train; of --nll train and test).", not_with="real statistics"
+        None, "Split of the data set to use (default: train; with --nll train and test).", not_with="real statistics"
     )
     image_column: str | None = option(
-        None, "Column with the images; found by itself if there is only one.", only_with="dataset_name train_data_dir"
+        None, "Column with the images (default: the only one there is).", only_with="dataset_name train_data_dir"
     )
     resolution: int | None = option(
         None,
-        "Size that real images are brought to, shorter side and centre crop (default: that of the generated).",
+        "Resize real images to this size, with a centre crop (default: the size of the generated images).",
         RESOLUTION,
         not_with="statistics",
     )
     on_bad_image: Literal["fail", "skip"] = option(
-        "fail", "What to do with a real image that cannot be decoded.", not_with="statistics"
+        "fail", "What to do with a real image that cannot be decoded: stop, or leave it out.", not_with="statistics"
     )
-    statistics: str | None = option(None, "File of --save_statistics, or an .npz with mu and sigma.")
+    statistics: str | None = option(
+        None, "Statistics instead of real images: a file from --save_statistics, or an .npz with mu and sigma."
+    )
     statistics_mode: Mode | None = option(
-        None, "How the images behind an .npz with mu and sigma were resized.", only_with="statistics"
+        None, "For an .npz with mu and sigma: how its images were resized, as in --modes.", only_with="statistics"
     )
-    save_statistics: str | None = option(None, "Write the real images' statistics to this file (.safetensors).")
+    save_statistics: str | None = option(
+        None, "Save the statistics of the real images to this .safetensors file, for --statistics."
+    )
 
 
 @section("features")
 class FeatureOptions:
     features: str = option(
         "inception",
-        "inception, dinov2, clip, a folder with a vision model of transformers, or a file with VGG16's weights.",
+        "Network to compare images with: inception (as in papers), dinov2, clip, a folder with a transformers vision "
+        "model, or a file with the weights of VGG16.",
     )
     modes: list[str] = option(
         ["legacy_tensorflow"],
-        "How Inception is shown the images, clean-fid's modes: legacy_tensorflow (that of papers), clean, "
-        "legacy_pytorch. One or several.",
+        "How images are resized for Inception, with the names of clean-fid: legacy_tensorflow (as in papers), clean, "
+        "legacy_pytorch. Several can be given.",
         only_with="features=inception",
     )
     inception_weights: str | None = option(
-        None, "inception-2015-12-05.pt or .pth, if it is not found by itself.", only_with="features=inception"
+        None,
+        "File inception-2015-12-05.pt or .pth, if it is not found automatically.",
+        only_with="features=inception",
     )
-    feature_batch_size: int = option(32, "Images of a pass of the feature network.", POSITIVE)
+    feature_batch_size: int = option(32, "Images in one forward pass of the feature network.", POSITIVE)
     mixed_precision: Literal["no", "bf16"] = option(
-        "no", "Precision of all networks; with bf16 the error of the features is logged."
+        "no", "Precision of all networks. bf16 is faster; the error it causes in the features is logged."
     )
     allow_tf32: bool = option(
-        False, "Allow TF32 matrix products on GPUs that have them, of all networks; noted beside the results."
+        False, "Use TF32 for matrix products on GPUs that have it: faster, slightly less exact. Noted with the results."
     )
-    compile: bool = option(True, "Compile the feature network where there are images enough for it to pay.")
+    compile: bool = option(True, "Compile the feature network if there are enough images for that to save time.")
 
 
 @section("output")
 class OutputOptions:
     output_dir: str | None = option(
-        None, "Folder of tables and curves (default: the run's; of --compare 'comparison'; images: only printed)."
+        None,
+        "Folder for tables and curves (default: the run's folder, or 'comparison' with --compare; with --generated "
+        "results are only printed).",
     )
-    cache_dir: str | None = option(None, "Folder for weights, statistics and data (default: ~/.cache/exact-ddpm).")
+    cache_dir: str | None = option(
+        None, "Folder for cached weights, statistics and data (default: ~/.cache/exact-ddpm)."
+    )
     num_workers: int | None = option(
-        None, "Processes that decode images (default: min(4, usable cores / processes on this machine)).", NUM_WORKERS
+        None,
+        "Processes that decode images (default: usable cores divided by the processes here, at most 4).",
+        NUM_WORKERS,
     )
 
 
@@ -164,7 +182,7 @@ def parse_evaluation(arguments: list[str]) -> EvaluationOptions:
     options = parse_options(
         EvaluationOptions,
         arguments,
-        description="FID, KID, Inception Score, precision, recall, density, coverage, from one pass over the images.",
+        description="Measure images: FID, sFID, KID, Inception Score, precision, recall, density and coverage.",
         usage="%(prog)s [RUN] [--flag value ...]",
     )
     validate(options)
@@ -191,9 +209,9 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError("--save_statistics without --generated: say with --resolution what size to bring the images to")
     for name in () if named else ("num_images", "output_dir"):
         if getattr(options, name) is not None:
-            raise UserError(f"--{name} goes with a run or --generated; --save_statistics alone measures no images")
+            raise UserError(f"--{name} needs a run or --generated; --save_statistics alone measures no images")
     if options.save_statistics and (len(options.modes) > 1 or options.statistics):
-        raise UserError("--save_statistics holds real images in one of the --modes: name one, and no --statistics")
+        raise UserError("--save_statistics saves the statistics of one of the --modes: name one, and no --statistics")
     if options.save_statistics and Path(options.save_statistics).suffix != ".safetensors":
         raise UserError(f"--save_statistics {options.save_statistics}: the file must be called something.safetensors")
     if options.save_statistics and Path(options.save_statistics).is_dir():
@@ -205,15 +223,15 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError(f"--modes {' '.join(options.modes)}: one of them is named twice")
     for name, facts in {**facts_of(RunOptions), **facts_of(SamplerOptions)}.items():
         if getattr(options, name) != facts.default and not options.run_dir:
-            raise UserError(f"--{name} goes with a run, as in evaluate.py runs/cifar10")
+            raise UserError(f"--{name} needs a run, as in evaluate.py runs/cifar10")
     for name, facts in facts_of(EvaluationOptions).items() if options.compare else ():
         if name not in ("compare", "output_dir", "config") and getattr(options, name) != facts.default:
-            raise UserError(f"--{name} goes with a run or --generated; --compare reads what has been measured")
+            raise UserError(f"--{name} needs a run or --generated; --compare reads what has been measured")
     for name, facts in facts_of(EvaluationOptions).items() if options.nll else ():
         if name not in WITH_NLL and getattr(options, name) != facts.default:
             raise UserError(f"--{name} has no effect with --nll, which generates no images: leave one of them out")
     if options.run_dir and options.resolution:
-        raise UserError("--resolution: the real images are brought to the resolution of the run")
+        raise UserError("--resolution: for a run, real images are always resized to the resolution of the run")
     # Before networks are loaded, which can take a minute.
     for name in ("generated", "run_dir", "real", "train_data_dir", "statistics", "inception_weights"):
         value = getattr(options, name)
@@ -232,7 +250,7 @@ def validate(options: EvaluationOptions) -> None:
     run_config = RunFolder(Path(options.run_dir or "").expanduser()).config_file
     if options.run_dir and not options.nll and not run_config.is_file():
         raise UserError(
-            f"--run_dir {options.run_dir}: no run is there (no {run_config.name}); images are measured with --generated"
+            f"--run_dir {options.run_dir}: there is no run (no {run_config.name}); to measure images use --generated"
         )
 
 

@@ -98,7 +98,7 @@ class FeatureExtractor:
             results = [one.finish(self.processes) for one in passes]
         for features in results:
             if features.count != count:
-                raise UserError(f"{features.count} images came where {count} were wanted")
+                raise UserError(f"got {features.count} images instead of {count}")
         return results
 
     def forget(self) -> None:

@@ -106,7 +106,7 @@ def remove_replaced(output_dir: Path, weights: dict[tuple[int | None, str], str]
     rows = read_results(output_dir)
     kept = [row for row in rows if weights.get((row["step"], row["weights"]), row["sha256"]) == row["sha256"]]
     if len(kept) < len(rows):
-        logger.warning("%d rows of %s are of earlier weights and are removed", len(rows) - len(kept), RESULTS)
+        logger.warning("%d rows of %s belong to earlier weights and are removed", len(rows) - len(kept), RESULTS)
         _write(output_dir, kept)
 
 

@@ -192,7 +192,7 @@ class Session:
         except UserError as error:
             if model.condition["condition"] != "class":
                 raise  # without captions there is nothing to draw
-            logger.warning("What the samples show is not checked: %s", error)
+            logger.warning("Not checked whether samples show what was asked for: %s", error)
             shown = ConditionOptions(class_labels=[ALL])
         return conditions_at(options.guidance_scales, shown, model, processes.device)
 
@@ -268,6 +268,6 @@ class Session:
         counts = [measured.num_images, reference[0].identity.count, *(row["samples"] for row in classes)]
         fewest = min(filter(None, counts))  # how many are behind an .npz is not known
         if fewest < dimensions:
-            advice = "" if reference[0].features is None else ". Read kid, which is not biased"
-            message = f"its covariance wants {dimensions:,} at least{advice}"
+            advice = "" if reference[0].features is None else ". Use kid, which is not biased"
+            message = f"its covariance needs at least {dimensions:,} images{advice}"
             logger.warning("FID of %d images is far above that of many: %s", fewest, message)

@@ -29,13 +29,15 @@ SMALLEST_BATCH, BATCHES_TO_SHARE = 16, 32
 class ModelOptions:
     model: str | None = option(
         None,
-        "A run's folder (its newest checkpoint), a checkpoint's, a DDPMPipeline's, or a Hub id; may be given as "
-        "the first word (default: the run under runs/ that wrote metrics last).",
+        "Model to use: a run (its newest checkpoint), a checkpoint, the folder of a saved DDPMPipeline, or a Hub id. "
+        "Usually given as the first word, without the flag (default: the run under runs/ that was trained last).",
         positional=True,
     )
-    checkpoints: list[str] = option([], "Steps of checkpoints of the run, or 'all': images of each, in its own folder.")
+    checkpoints: list[str] = option(
+        [], "Generate from several checkpoints of the run: their steps, or 'all'. Each gets its own folder."
+    )
     weights: Literal["ema", "raw"] | None = option(
-        None, "Moving average or raw weights (default: the moving average where there is one)."
+        None, "Use the moving average of the weights, or the raw weights (default: ema, if there is one)."
     )
 
 
@@ -43,113 +45,132 @@ class ModelOptions:
 class SamplerOptions:
     default_sampler: ClassVar[str] = "ddpm"
 
-    ddpm: bool = option(False, "Ancestral sampling as in the paper; the default.")
-    ddim: bool = option(False, "DDIM.")
-    scheduler: str | None = option(None, "A scheduler of diffusers by its name, e.g. DPMSolverMultistepScheduler.")
+    ddpm: bool = option(False, "Sample with DDPM, as in the paper. This is the default.")
+    ddim: bool = option(False, "Sample with DDIM, which needs fewer steps.")
+    scheduler: str | None = option(None, "Sample with a diffusers scheduler, such as DPMSolverMultistepScheduler.")
     num_inference_steps: int | None = option(
         None,
-        f"S, the denoising steps (default: all of the model's for --ddpm, {SHORT_SAMPLING} otherwise).",
+        f"Number of denoising steps, S (default: all steps of the model for DDPM, otherwise {SHORT_SAMPLING}).",
         POSITIVE,
     )
     skip_schedule: Literal["linear", "quadratic"] = option(
-        "linear", "Which S timesteps: spread evenly from first to last, or linspace(0, sqrt(0.8 T), S)^2."
+        "linear",
+        "How the S timesteps are chosen: linear spaces them evenly; quadratic, linspace(0, sqrt(0.8 T), S)^2, puts "
+        "more of them at low noise.",
     )
     variance_type: Literal["fixed_large", "fixed_small"] | None = option(
-        None, "Variance of --ddpm (default: fixed_large over all timesteps, fixed_small over a sub-sequence)."
+        None, "Variance of the DDPM steps (default: fixed_large with all timesteps, fixed_small with fewer)."
     )
     eta: float | None = option(
-        None, "Noise of --ddim: 0 for none (the default), 1 for as much as DDPM's fixed_small.", UP_TO_ONE
+        None, "Noise in the DDIM steps, from 0 (none, the default) to 1 (as much as DDPM with fixed_small).", UP_TO_ONE
     )
 
 
 @section("images")
 class ImageOptions:
-    seeds: str | None = option(None, f"One image for each, e.g. 0-49999 or 0,5,7-9; at most {MOST_IMAGES:,}.")
+    seeds: str | None = option(
+        None, f"Seeds to generate, one image each, such as 0-49999 or 0,5,7-9; at most {MOST_IMAGES:,}."
+    )
     num_images: int | None = option(
         None,
-        f"The seeds 0, 1, ... up to so many images (default: {DEFAULT_IMAGES}).",
+        f"Number of images, instead of --seeds: their seeds are 0, 1, 2, ... (default: {DEFAULT_IMAGES}).",
         from_to(1, MOST_IMAGES),
     )
 
 
-@section("condition, of models that were trained with one")
+@section("classes, prompts and guidance, for models trained with train_conditional.py")
 class ConditionOptions:
     class_labels: list[str] = option(
-        [], "Classes to draw by name or number, or 'all' (the default); seeds take turns.", repeatable=True
+        [],
+        "Classes to generate, by name or number, or 'all' (the default). Several take turns over the seeds.",
+        repeatable=True,
     )
     prompt: list[str] = option(
         [],
-        "What should appear; seeds take turns with several (default: the prompts of the run's grids).",
+        "Text to generate images of. Several take turns over the seeds (default: the prompts of the run's grids).",
         repeatable=True,
     )
-    prompts_file: str | None = option(None, "File with a prompt on each line, instead.", not_with="prompt")
+    prompts_file: str | None = option(
+        None, "Text file with one prompt on each line, instead of --prompt.", not_with="prompt"
+    )
     negative_prompt: str | None = option(
-        None, "What guidance leads away from (default: an empty prompt).", may_be_empty=True
+        None, "Text that guidance steers away from (default: an empty prompt).", may_be_empty=True
     )
     guidance_scale: float = option(
-        1.0, "Guidance u + scale (c - u) from the prediction without condition; 1 is none.", NOT_NEGATIVE
+        1.0,
+        "Strength of classifier-free guidance, the scale in u + scale (c - u); 1 means no guidance. Larger values "
+        "follow the class or prompt more closely, with less variety.",
+        NOT_NEGATIVE,
     )
     guidance_rescale: float = option(
         0.0,
-        "Share of a guided prediction that gets its deviation from the unguided one, 0 to 1, against glare.",
+        "Reduce the harsh contrast of strong guidance, from 0 (off) to 1: how far guided predictions are rescaled to "
+        "the standard deviation of unguided ones.",
         UP_TO_ONE,
     )
-    guidance_interval: list[int] = option([], "First and last timestep with guidance (default: all), e.g. 100 800.")
+    guidance_interval: list[int] = option(
+        [], "Use guidance only between these two timesteps, such as 100 800 (default: at all of them)."
+    )
 
 
 @section("output")
 class OutputOptions:
     output_dir: str | None = option(
-        None, "Folder for the images (default: one in <run>/generated named after step, weights, sampler and steps)."
+        None,
+        "Folder for the images (default: a folder in <run>/generated, named after step, weights, sampler and steps).",
     )
     overwrite: bool = option(
         False,
-        "Delete the images that are in the folder, whatever made them, and start anew.",
+        "Delete the images that are already in the folder, even if they were made with other settings, and start over.",
         not_with="interpolate interpolate_images",
     )
     format: Literal["png", "npz", "parquet"] = option(
         "png",
-        "PNG files, one samples.npz (arr_0, seeds), or a folder for datasets.load_dataset.",
+        "png: one file per image; npz: a single samples.npz (arr_0, seeds); parquet: a folder for "
+        "datasets.load_dataset.",
         not_with="interpolate interpolate_images",
     )
     gather_grid: bool = option(
         False,
-        f"All images in grid.png, collected from all processes, instead of the first {DEFAULT_IMAGES}.",
+        f"Show all images in grid.png, from all processes, instead of only the first {DEFAULT_IMAGES}.",
         not_with="interpolate interpolate_images",
     )
     progress_gif: bool = option(
         False,
-        "Also the first 16 images from noise to picture, as progress.gif.",
+        "Also write progress.gif, which shows the first 16 images forming out of noise.",
         not_with="interpolate interpolate_images",
     )
     progressive: bool = option(
         False,
-        "Also the x_0 that the network sees at 12 moments of the first 16 images, as progressive.png; not x_t.",
+        "Also write progressive.png: for the first 16 images, the x_0 that the network predicts at 12 moments.",
         not_with="interpolate interpolate_images",
     )
-    interpolate: list[int] = option([], "Two seeds: only a row of pictures between them; --ddim unless told otherwise.")
+    interpolate: list[int] = option(
+        [], "Only draw a row of images between two seeds, such as 3 9, with DDIM if you choose no sampler."
+    )
     interpolate_images: list[str] = option(
         [],
-        "Two image files: only a picture of the way between them, noised, mixed and denoised.",
+        "Only draw a row of images between two image files, which are noised, mixed and denoised.",
         not_with="interpolate",
     )
     interpolate_t: list[int] = option(
         [500],
-        "Steps of noise for --interpolate_images, a row for each: many for coarse changes, few for fine ones.",
+        "Steps of noise for --interpolate_images, with a row for each: many change much, few change details.",
         POSITIVE,
         only_with="interpolate_images",
     )
     nearest: int | None = option(
         None,
-        "Also so many nearest training images beside each of the first 16.",
+        "Also show the N nearest training images beside each of the first 16 samples, to see whether the model has "
+        "memorised them.",
         POSITIVE,
         not_with="interpolate interpolate_images",
     )
     dataset_name: str | None = option(
-        None, "Training images for --nearest (default: those of the run).", only_with="nearest"
+        None, "Data set with the training images for --nearest (default: the one of the run).", only_with="nearest"
     )
     train_data_dir: str | None = option(
-        None, "Folder of training images for --nearest, instead of dataset_name.", only_with="nearest"
+        None, "Folder with the training images for --nearest, instead of --dataset_name.", only_with="nearest"
     )
 
 
@@ -157,21 +178,25 @@ class OutputOptions:
 class SpeedOptions:
     batch_size: int | None = option(
         None,
-        "Images per process and forward pass (default: the largest that pays, measured at the start; "
-        f"{SMALLEST_BATCH} for less than {2 * SMALLEST_BATCH * BATCHES_TO_SHARE} images).",
+        "Images per process in one forward pass (default: the fastest size, measured at the start; "
+        f"{SMALLEST_BATCH} for fewer than {2 * SMALLEST_BATCH * BATCHES_TO_SHARE} images). Lower it to save memory.",
         POSITIVE,
         not_with="interpolate interpolate_images",
     )
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
-        None, "Precision of the network (default: what `accelerate launch` says, else no); noise stays float32."
+        None,
+        "Precision of the network; bf16 is faster on most GPUs, noise stays float32 (default: the setting of "
+        "`accelerate launch`, or no).",
     )
-    allow_tf32: bool = option(False, "Allow TF32 matrix products on GPUs that have them.")
+    allow_tf32: bool = option(False, "Use TF32 for matrix products on GPUs that have it: faster, slightly less exact.")
     compile: bool = option(
-        False, "Compile the network first, which takes up to minutes.", not_with="interpolate interpolate_images"
+        False,
+        "Compile the network for speed. Compiling can take minutes, so it pays for many images.",
+        not_with="interpolate interpolate_images",
     )
     channels_last: Literal["auto", "yes", "no"] = option(
         "auto",
-        "Keep channels last in memory; auto: on GPUs in mixed precision, whose matrix units want it.",
+        "Store images in channels-last order, which is faster on GPUs in mixed precision; auto uses it there.",
         not_with="interpolate interpolate_images",
     )
 
@@ -190,7 +215,7 @@ class GenerationOptions(
 
 def parse_generation(arguments: list[str]) -> GenerationOptions:
     """Return the options of generate.py; raise for values that make no sense whatever the model is."""
-    description = "One image for each seed: the same for the same seed, on any number of processes."
+    description = "Generate images from a model. Each seed gives one image, the same on any number of processes."
     usage = "%(prog)s [MODEL] [--flag value ...]"
     options = parse_options(GenerationOptions, arguments, description=description, usage=usage)
     chosen_method(options)
@@ -200,7 +225,7 @@ def parse_generation(arguments: list[str]) -> GenerationOptions:
         raise UserError(f"--guidance_interval {words}: needs two timesteps, the smaller one first")
     for name in ("negative_prompt", "guidance_rescale", "guidance_interval"):
         if getattr(options, name) and options.guidance_scale == 1:
-            raise UserError(f"--{name} changes guidance, and there is none: add --guidance_scale, e.g. 2")
+            raise UserError(f"--{name} has no effect without guidance: add --guidance_scale, e.g. 2")
     if options.interpolate and (len(set(options.interpolate)) != 2 or min(options.interpolate) < 0):
         raise UserError(f"--interpolate {' '.join(map(str, options.interpolate))}: needs two different seeds")
     if options.interpolate and (options.seeds or options.num_images or options.checkpoints):
@@ -241,11 +266,13 @@ def seeds_of(options: ImageOptions) -> list[int]:
             raise UserError(f"--seeds {options.seeds}: {last} is too large; the largest seed is {LARGEST_INT}")
         ranges.append((first, last))
     if (count := sum(last - first + 1 for first, last in ranges)) > MOST_IMAGES:
-        raise UserError(f"--seeds {options.seeds}: are {count:,}; one call makes at most {MOST_IMAGES:,} images")
+        raise UserError(
+            f"--seeds {options.seeds}: that is {count:,} seeds; one call makes at most {MOST_IMAGES:,} images"
+        )
     seeds = {seed for first, last in ranges for seed in range(first, last + 1)}
     if options.num_images not in (None, len(seeds)):
         raise UserError(
-            f"--num_images {options.num_images}: --seeds {options.seeds} are {len(seeds)}; give one of both"
+            f"--num_images {options.num_images}: --seeds {options.seeds} has {len(seeds)} seeds; give one of the two"
         )
     return sorted(seeds)
 

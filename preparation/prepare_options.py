@@ -21,43 +21,53 @@ from common.options import (
 from image_data.data_options import INTERPOLATION
 
 
-@section("preparation")
+@section("photos to prepare, and what to make of them")
 class PreparationOptions:
     source: str | None = option(
         None,
-        "Folder or archive (zip, tar): SYSU-Shape, Animals-10, DTD, class folders, train/ and test/, "
-        "metadata.jsonl or CSV with captions, or just images. May be given without the flag, as the first word.",
+        "Folder or archive (zip, tar) with photos: SYSU-Shape, Animals-10, DTD, class folders, train/ and test/, "
+        "metadata.jsonl or CSV with captions, or just images. Usually given as the first word, without the flag.",
         saved=False,
         positional=True,
     )
     output_dir: str | None = option(
-        None, "Folder to make; with --check, for the report (default: runs/check-<source>).", saved=False
+        None, "Folder to create, or the folder for the report with --check (default: runs/check-<source>).", saved=False
     )
-    check: bool = option(False, "Report on the source instead; exit code 1 if something in it would hurt.", saved=False)
-    resolution: int | None = option(None, "Size of the shorter side (default: photos keep their sizes).", RESOLUTION)
-    center_crop: bool = option(False, "Crop to a square; otherwise training crops, at random places.", not_with="check")
+    check: bool = option(
+        False,
+        "Only report what is in the source and what would cause trouble in training; exit code 1 if there is trouble.",
+        saved=False,
+    )
+    resolution: int | None = option(
+        None, "Resize the shorter side to this many pixels (default: photos keep their sizes).", RESOLUTION
+    )
+    center_crop: bool = option(
+        False, "Crop photos to squares now; otherwise training crops them, at random places.", not_with="check"
+    )
     interpolation: Literal["bicubic", "bilinear"] = option(
-        INTERPOLATION, "How photos are resized, antialiased; the diffusers example's is bilinear.", not_with="check"
+        INTERPOLATION, "Filter for resizing, with antialiasing; the diffusers example uses bilinear.", not_with="check"
     )
     channels: Literal["auto", "1", "3", "4"] = option(
-        "auto", "1 grey, 3 RGB, 4 RGBA; auto: grey stays grey.", not_with="check"
+        "auto",
+        "Colour channels: 1 grey, 3 RGB, 4 RGBA. auto keeps grey photos grey and makes all others RGB.",
+        not_with="check",
     )
-    classes: list[str] = option([], "Use these classes only.")
+    classes: list[str] = option([], "Use only these classes.")
     captions: str | None = option(
-        None, "Caption for photos without one, such as 'a photo of a {class}'.", not_with="check"
+        None, "Template for the captions of photos without one, such as 'a photo of a {class}'.", not_with="check"
     )
     eval_fraction: float | None = option(
-        None, "Share of every class kept for evaluation (default: the source's own split, otherwise 0.1).", BELOW_ONE
+        None, "Share of each class to set aside for evaluation (default: the source's own split, or 0.1).", BELOW_ONE
     )
     eval_split: Literal["test", "validation"] = option(
-        "test", "Name of what is kept for evaluation.", not_with="eval_fraction=0.0"
+        "test", "Name of the split that is set aside for evaluation.", not_with="eval_fraction=0.0"
     )
     seed: int = option(
-        0, "Which photos are kept for evaluation is a function of their names and this.", from_to(0, LARGEST_INT)
+        0, "Seed that decides, with their names, which photos are set aside for evaluation.", from_to(0, LARGEST_INT)
     )
     sysu_folders: bool = option(
         False,
-        "Name the folders train_data, eval_data and normalized_eval_data (eval_data as squares).",
+        "Name the folders train_data and eval_data, and add normalized_eval_data: eval_data cropped to squares.",
         not_with="check",
     )
     num_workers: int = option(default_num_workers(1), "Processes that read and write images.", NUM_WORKERS, saved=False)
@@ -73,7 +83,7 @@ def parse_prepare_options(arguments: list[str]) -> PrepareOptions:
     options = parse_options(
         PrepareOptions,
         sorted(arguments, key=lambda argument: argument == "--check"),  # last, so that the source may follow it
-        description="Splits and resizes a collection of photos into an image folder, or reports on it.",
+        description="Turn a collection of photos into a split and resized image folder, or report on it (--check).",
         usage="%(prog)s [--check] SOURCE [--output_dir FOLDER] [--flag value ...]",
     )
     if options.captions is not None and "{class}" not in options.captions:

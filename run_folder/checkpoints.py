@@ -124,8 +124,8 @@ class CheckpointWriter:
             self.failure = error
             shutil.rmtree(aside, ignore_errors=True)
             logger.warning(
-                f"{target.name} could not be saved: {reason_of(error)}. The training goes on, the next save tries "
-                f"again; the last good one is {newest(self.output_dir)}"
+                f"{target.name} could not be saved: {reason_of(error)}. Training continues, and the next save tries "
+                f"again; the last good checkpoint is {newest(self.output_dir)}"
             )
 
     def _prune(self) -> None:
@@ -237,9 +237,9 @@ def _newest_valid(output_dir: Path) -> Path | None:
             return folder
     if damaged:
         raise UserError(
-            f"--output_dir {output_dir}: none of its checkpoints is whole "
-            f"({'; '.join(f'{folder.name}: {reason}' for folder, reason in damaged.items())}), and nothing of the run "
-            f"was changed; put a whole one there, or start anew with --overwrite, which deletes the run"
+            f"--output_dir {output_dir}: all of its checkpoints are damaged "
+            f"({'; '.join(f'{folder.name}: {reason}' for folder, reason in damaged.items())}), and nothing in the run "
+            f"was changed; restore a valid one, or start over with --overwrite, which deletes the run"
         )
     return None
 
@@ -251,7 +251,7 @@ def _named_checkpoint(config: TrainingConfig) -> Path:
         there = ", ".join(path.name for path in checkpoints(output_dir)) or "no checkpoint"
         raise UserError(
             f"--resume_from_checkpoint {wanted}: there is no such folder; {output_dir} has {there}. Without the flag a "
-            f"run goes on from its newest checkpoint, or starts anew if it has none"
+            f"run continues from its newest checkpoint, or starts at step 0 if it has none"
         )
     try:
         verify(folder)
@@ -272,7 +272,7 @@ def _named_checkpoint(config: TrainingConfig) -> Path:
     # Later checkpoints are of another branch now, and must not be taken for the newest.
     for later in checkpoints(output_dir):
         if step_of(later) > step:
-            _set_aside(later, "abandoned", f"the run goes on from step {step}")
+            _set_aside(later, "abandoned", f"the run continues from step {step}")
     return folder
 
 
@@ -326,12 +326,12 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
     if other_task and same_run:
         raise UserError(
             f"{folder.parent} holds a run with other settings ({'; '.join(other_task)}): choose another --output_dir, "
-            f"delete it with --overwrite, or name the checkpoint with --resume_from_checkpoint to go on"
+            f"delete it with --overwrite, or name the checkpoint with --resume_from_checkpoint to continue"
         )
     if changed:
         logger.warning(
-            f"Other settings than those of {folder}: {'; '.join(changed)}. "
-            f"From step {numbers['step']} on this is not the run that it was"
+            f"Settings differ from those of {folder}: {'; '.join(changed)}. "
+            f"From step {numbers['step']} on this is a different run"
         )
     try:
         for subfolder, network in networks_of(state).items():

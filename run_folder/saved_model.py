@@ -87,7 +87,7 @@ class SavedModel:
         """Return the description of the condition that the network was trained with."""
         if (self.path / CONDITION_FILE).exists():
             path = self.path / CONDITION_FILE
-            with user_errors(f"{path}: is not what describes a condition", OSError, ValueError, RecursionError):
+            with user_errors(f"{path}: does not describe a condition", OSError, ValueError, RecursionError):
                 return check_condition(read_file(path.parent, path.name))
         config = self.network_config
         if (
@@ -227,7 +227,7 @@ def _folder_of(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=[*FETCHED]))
     except Exception as error:  # of the Hub, of the network, or of a repository that holds something else
         raise UserError(
-            f"--model {model}: there is no such folder, and it could not be had from the Hub ({reason_of_hub(error)})"
+            f"--model {model}: there is no such folder, nor could it be loaded from the Hub ({reason_of_hub(error)})"
         ) from error
 
 

@@ -112,10 +112,10 @@ def test_another_network_is_refused(train, run):
 
 def test_other_settings_are_named_and_harmless_ones_are_not(train, run, capsys):
     train(run, "--max_train_steps=5", "--checkpointing_steps=3", "--eval_batch_size=2", "--num_workers=0")
-    assert "Other settings" not in capsys.readouterr().err
+    assert "Settings differ" not in capsys.readouterr().err
     train(run, "--max_train_steps=6", "--learning_rate=1e-4", "--seed=3")
     shown = capsys.readouterr().err
-    assert "Other settings than those of" in shown
+    assert "Settings differ from those of" in shown
     assert "learning_rate 0.0002 -> 0.0001; seed 0 -> 3. From step 5 on" in shown
 
 

@@ -174,7 +174,7 @@ def test_against_a_folder_the_classes_are_those_of_the_training(class_run, evalu
 
     monkeypatch.setattr("evaluation.session.training_images", gone)
     evaluate(f"--run_dir={class_run}", against, f"--output_dir={tmp_path / 'alone'}")
-    assert "What the samples show is not checked: --train_data_dir photos" in capsys.readouterr().err
+    assert "Not checked whether samples show what was asked for: --train_data_dir photos" in capsys.readouterr().err
     (alone,) = read_csv(tmp_path / "alone" / "evaluation_results.csv")
     assert (alone["fd_tiny_vision@100"], "condition_accuracy@100" in alone) == (expected["fd_tiny_vision@100"], False)
 

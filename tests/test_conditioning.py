@@ -212,7 +212,7 @@ def test_the_half_of_clip_that_reads(text_encoder, tmp_path):
 
 
 def test_an_encoder_that_is_not_there():
-    with pytest.raises(UserError, match="--text_encoder no/such: neither a folder .* use all-MiniLM-L6-v2"):
+    with pytest.raises(UserError, match="--text_encoder no/such: not a folder .* use all-MiniLM-L6-v2"):
         TextEncoder("no/such", CPU)
 
 
@@ -438,7 +438,10 @@ def test_another_file_in_the_encoders_package_is_refused(text_encoder, monkeypat
     [
         (["--validation_prompts", "seven"], "--validation_prompts has no effect without --condition text"),
         (["--condition=text", "--caption_template", "a dog"], "must say where the class comes"),
-        (["--condition=text", "--caption_column=x", "--caption_template", "a {class}"], "two ways to say one thing"),
+        (
+            ["--condition=text", "--caption_column=x", "--caption_template", "a {class}"],
+            "two ways to say the same thing",
+        ),
         (["--condition_dropout=1"], "--condition_dropout 1.0: must be at least 0 and below 1"),
         (["--condition=sound"], "choose from"),
     ],

@@ -101,7 +101,7 @@ def test_prompts_from_a_file_and_words_that_were_never_seen(text_run, tmp_path, 
     record = samples(tmp_path / "out")
     assert record["prompts"] == ["a purple six", "a handwritten seven", "the digit one"]
     assert record["negative_prompt"] == "the sour digit"
-    assert "Words that no caption of the training had: purple, sour" in capsys.readouterr().err
+    assert "Words that occur in no caption of the training: purple, sour" in capsys.readouterr().err
 
 
 def test_a_checkpoint_away_from_its_run_finds_the_encoder_again(text_run, tmp_path):
@@ -144,7 +144,7 @@ def test_another_encoder_is_refused(text_run, tmp_path, monkeypatch):
         generate(tmp_path / "checkpoint-6", *FAST, f"--output_dir={tmp_path / 'out'}")
     shutil.rmtree(encoder)
     monkeypatch.setattr("conditions.guidance.TextEncoder", nowhere)
-    with pytest.raises(UserError, match="checkpoint-6: its text encoder, .*, is neither beside it nor to be had"):
+    with pytest.raises(UserError, match="checkpoint-6: its text encoder, .*, is not beside it and cannot be loaded"):
         generate(tmp_path / "checkpoint-6", *FAST, f"--output_dir={tmp_path / 'out'}")
 
 
@@ -218,7 +218,7 @@ def test_names_and_numbers_of_classes():
         (["--class_labels", "dog"], "--class_labels dog: no such class; there are 0, 1"),
         (["--prompt", "a dog"], "--prompt 'a dog': .* was trained without captions"),
         (["--guidance_scale=-1"], "must be 0 or greater"),
-        (["--guidance_rescale=0.5"], "--guidance_rescale changes guidance, and there is none"),
+        (["--guidance_rescale=0.5"], "--guidance_rescale has no effect without guidance"),
         (
             ["--guidance_scale=2", "--guidance_interval", "700", "100"],
             "--guidance_interval 700 100: needs two timesteps",
@@ -235,7 +235,7 @@ def test_mistakes_by_class(flags, message, class_run, tmp_path):
     [
         (["--class_labels", "3"], "--class_labels 3: .* was trained without classes"),
         (["--prompts_file=nowhere.txt"], "--prompts_file nowhere.txt: cannot be read"),
-        (["--negative_prompt=x"], "--negative_prompt changes guidance, and there is none"),
+        (["--negative_prompt=x"], "--negative_prompt has no effect without guidance"),
     ],
 )
 def test_mistakes_by_text(flags, message, text_run, tmp_path):

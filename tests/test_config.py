@@ -191,7 +191,7 @@ def test_every_config_parses(file):
 @pytest.mark.parametrize("script", ["train_unconditional.py", "train_conditional.py"])
 def test_help_needs_no_heavy_import(script):
     shown = help_of(script)
-    for heading in ("data:", "network:", "diffusion:", "optimiser:", "output:", "hub:"):
+    for heading in ("data:", "network:", "diffusion:", "optimiser:", "output:", "model card and upload to the Hub:"):
         assert heading in shown
 
 

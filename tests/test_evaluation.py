@@ -182,7 +182,9 @@ def test_grey_against_colour_is_converted_and_said(evaluate, real, tmp_path, cap
 
 def test_fewer_images_than_fid_needs_are_warned_of(evaluate, generated, real, capsys):
     evaluate(f"--generated={generated}", f"--real={real}", "--num_images=15")
-    assert "FID of 15 images is far above that of many: its covariance wants 16 " in capsys.readouterr().err
+    assert (
+        "FID of 15 images is far above that of many: its covariance needs at least 16 images" in capsys.readouterr().err
+    )
     evaluate(f"--generated={generated}", f"--real={real}")
     assert "far above" not in capsys.readouterr().err
 
@@ -301,7 +303,10 @@ class TestErrors:
             ("--generated=a --real=b --skip_schedule=quadratic", "--skip_schedule goes with a run"),
             ("--generated=a --real=b --guidance_scales 1 2", "--guidance_scales goes with a run"),
             ("--compare a b --num_images=100", "--num_images goes with a run or --generated"),
-            ("--run_dir=a --resolution=64", "--resolution: the real images are brought to the resolution of the run"),
+            (
+                "--run_dir=a --resolution=64",
+                "--resolution: for a run, real images are always resized to the resolution of the run",
+            ),
             ("--compare a", "--compare needs two runs or more"),
             ("--generated=a --real=b --save_statistics=c --modes clean legacy_pytorch", "name one, and no"),
             ("--real=b --resolution=8 --save_statistics=c", "--save_statistics c: the file must be called"),

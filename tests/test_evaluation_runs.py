@@ -335,5 +335,5 @@ class TestRun:
         assert (str(model.step), model.sha256) == (rows[1]["step"], rows[1]["sha256"])
 
     def test_what_is_no_run_is_refused(self, evaluate, tmp_path):
-        with pytest.raises(UserError, match="no run is there .no config.yaml."):
+        with pytest.raises(UserError, match="there is no run .no config.yaml."):
             evaluate(f"--run_dir={tmp_path}")

@@ -357,7 +357,7 @@ def test_models_that_are_none(run, tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             find_models(str(tmp_path / name), [], None)
-    with pytest.raises(UserError, match="could not be had from the Hub"):
+    with pytest.raises(UserError, match="could it be loaded from the Hub"):
         find_models("someone/something", [], None)
     with pytest.raises(UserError, match="name its run instead"):
         find_models(str(run / "checkpoint-10"), ["10"], None)

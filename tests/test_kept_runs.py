@@ -44,7 +44,7 @@ def test_a_finished_run_without_its_checkpoints_is_finished(run, train, capsys):
     assert contents(run) == before
     assert "The run is complete: step 4 of 4" in capsys.readouterr().err
     train(run, *FLAGS, "--max_train_steps=3")
-    assert "it came to step 4, beyond the 3 asked for now" in capsys.readouterr().err
+    assert "it is at step 4, beyond the 3 requested now" in capsys.readouterr().err
     assert metrics_of(run)[-1]["step"] == 4
 
 
@@ -56,7 +56,7 @@ def test_a_time_budget_that_is_used_up_stays_so(train, tmp_path, capsys):
     train(run, *flags)
     assert contents(run) == before
     assert capsys.readouterr().err.count("has used its 0.2 seconds of training") == 2
-    with pytest.raises(UserError, match="no valid checkpoint to go on from"):
+    with pytest.raises(UserError, match="no valid checkpoint to continue from"):
         train(run, *flags, "--max_train_seconds=60")
 
 
@@ -82,7 +82,7 @@ def test_what_is_left_of_a_run_is_not_trained_over(flags, gone, run, train):
         train(run, *FLAGS, *flags)
     if flags == ["--max_train_steps=6"]:
         assert "model_index.json, unet, README.md, metrics.jsonl up to step 4, but no valid" in str(caught.value)
-        assert "go on from to step 6" in str(caught.value)
+        assert "continue from to step 6" in str(caught.value)
     assert contents(run) == before
 
 

@@ -72,7 +72,7 @@ def test_the_first_word_of_a_training_is_its_data(make, flag, tmp_path):
     make(tmp_path / "data")
     config = parse_config([str(tmp_path / "data"), "--resolution=8"])
     assert getattr(config, flag) == str(tmp_path / "data")
-    with pytest.raises(UserError, match="two ways to say one thing"):
+    with pytest.raises(UserError, match="two ways to say the same thing"):
         parse_config([str(tmp_path / "data"), "--dataset_name=digits"])
 
 

@@ -227,5 +227,7 @@ def test_first_loss_is_one(initialized_unet):
 
 def test_a_network_that_is_nowhere_says_where_it_was_looked_for(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match=r"x: no file or folder, nor to be had from the Hub \(the Hub was not asked"):
+    with pytest.raises(
+        UserError, match=r"x: not a file or folder, and cannot be loaded from the Hub \(HF_HUB_OFFLINE is set"
+    ):
         load_network("nobody/x", 8)

@@ -429,5 +429,5 @@ def test_a_run_outlives_a_failed_push(train, tmp_path: Path, monkeypatch, capsys
     train(tmp_path / "run", "--max_train_steps=2", "--push_to_hub", f"--hub_token={TOKEN}")
     shown = capsys.readouterr()
     check_ended(tmp_path / "run", shown.out + shown.err)
-    assert "The Hub could not be asked for the login now" in shown.err
+    assert "The Hub login could not be checked now" in shown.err
     assert "the run is safe in" in shown.err

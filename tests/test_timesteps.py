@@ -515,14 +515,12 @@ def test_a_constructor_without_arguments_is_one_line(tmp_path):
 def test_the_banner_says_what_is_never_drawn(train, tmp_path, capsys):
     train(tmp_path / "run", "--dry_run", "--timestep_sampler=edm", "--loss_weighting=min_snr", "--max_train_steps=1000")
     shown = capsys.readouterr().err
-    assert "[sampler] edm: another objective than the paper's" in shown
+    assert "[sampler] edm: not the paper's objective" in shown
     density = make("edm").describe()
     last = ((density * 16_000 >= 1) | (density >= 1e-5)).nonzero().max().item()
     assert f"[sampler] draws t in 0-{last}, each with a probability of at least" in shown
     assert f"never: {last + 1}-999" in shown
-    assert (
-        "[weights] min_snr: another objective than the paper's; the loss at t counts 0.0005 (t = 0) to 1 (t = " in shown
-    )
+    assert "[weights] min_snr: not the paper's objective; losses are weighted by 0.0005 (t = 0) to 1 (t = " in shown
     assert "timesteps     | uniform" in shown
     assert "| edm" in shown
 

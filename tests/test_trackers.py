@@ -97,7 +97,9 @@ def test_a_run_that_starts_anew_is_another_run_there(services, train, tmp_path, 
     assert not (run / "logs").exists()
 
 
-@pytest.mark.parametrize(("failing", "said"), [("init", "No curves in wandb"), ("log", "No more curves in wandb")])
+@pytest.mark.parametrize(
+    ("failing", "said"), [("init", "Curves are not logged to wandb"), ("log", "Curves are no longer logged to wandb")]
+)
 def test_a_service_that_fails_does_not_stop_the_run(services, train, tmp_path, monkeypatch, capsys, failing, said):
     monkeypatch.setattr(services["wandb"], "FAILING", {failing})
     run = train(tmp_path / "run", *LENGTH, "--logger=all")

@@ -119,7 +119,7 @@ def test_yaml_with_tags(run, marker, tmp_path):
     file = run / "config.yaml"
     kept = [line for line in file.read_text().splitlines() if not line.startswith("model_config_name_or_path")]
     file.write_text("\n".join([*kept, f"model_config_name_or_path: {marker.yaml}"]))
-    with pytest.raises(UserError, match="is not what a training wrote there"):
+    with pytest.raises(UserError, match="is not a valid run configuration"):
         RunFolder(run).read_config()
     with pytest.raises(UserError, match="is not valid YAML"):
         read_config_file(file, ConditionalConfig)

@@ -416,7 +416,7 @@ def test_a_run_that_cannot_be_drawn_says_why(run_folder, monkeypatch):
             draw(monkeypatch, f"--run_dir={run_folder}")
     for text in ("", "a: [", "- a list"):
         config.write_text(text)
-        with pytest.raises(UserError, match=r"config\.yaml in it is not what a training wrote"):
+        with pytest.raises(UserError, match=r"config\.yaml in it is not a valid run configuration"):
             draw(monkeypatch, f"--run_dir={run_folder}")
 
 

@@ -129,7 +129,7 @@ def format_audit(rows: list[Row]) -> str:
     if deviations:
         lines.append(f"  {len(deviations)} deviation(s) from the paper's CIFAR-10 run: {', '.join(deviations)}")
     else:
-        lines.append("  No deviation from the paper's CIFAR-10 run in what is listed.")
+        lines.append("  No deviation from the paper's CIFAR-10 run in this list.")
     return "\n".join(lines)
 
 
@@ -155,11 +155,11 @@ def announce(run: Run) -> None:
     memory = 0 if ema is None or config.ema_warmup else 1 / (1 - ema.beta)
     if total_steps < 3 * memory:
         logger.warning(
-            f"The moving average looks back about {memory:.0f} steps, the run has {total_steps}: its samples will be "
-            f"noise for long; an --ema_max_decay of {max(0.5, 1 - 10 / total_steps):.4g} suits it"
+            f"The moving average looks back about {memory:.0f} steps, but the run has {total_steps}: its samples "
+            f"will stay noise for a long time; --ema_max_decay {max(0.5, 1 - 10 / total_steps):.4g} would suit it"
         )
     if config.mixed_precision == "fp16" and config.resolution <= 32:
-        logger.warning("fp16 is known to end in NaN on CIFAR-10 and its like; bf16 or no is safer")
+        logger.warning("fp16 is known to give NaN on small images such as CIFAR-10; bf16 or no is safer")
     if ema is None:
         logger.warning(
             "Without the moving average samples are much worse (FID 12.1 against 3.2 with the original's weights)"
@@ -168,13 +168,13 @@ def announce(run: Run) -> None:
 
 def log_objective(config: TrainingConfig, loss: DiffusionLoss, draws: int) -> None:
     """Say which timesteps will be drawn and how they are weighted, and whether that is still the paper's objective."""
-    sampler, weights, changed = loss.sampler, loss.weights, "another objective than the paper's"
+    sampler, weights, changed = loss.sampler, loss.weights, "not the paper's objective"
     objective = "the paper's objective" if sampler.objective == "same" else changed
     logger.info(f"[sampler] {config.timestep_sampler}: {objective}")
     if sampler.adapts:
         least = sampler.least_probability
-        promise = f"at least {least:.3g}" if least > 0 else "without a lower bound, so that some may no longer be drawn"
-        logger.info(f"[sampler] adapts to the training; probability of a timestep: {promise}")
+        promise = f"at least {least:.3g}" if least > 0 else "no lower bound, so some may stop being drawn"
+        logger.info(f"[sampler] adapts during training; probability of each timestep: {promise}")
     else:
         density = sampler.describe()
         # What is rare and not to be expected once in the whole run might as well have no probability.
@@ -185,7 +185,7 @@ def log_objective(config: TrainingConfig, loss: DiffusionLoss, draws: int) -> No
         )
     if config.loss_weighting != "none":
         logger.info(
-            f"[weights] {config.loss_weighting}: {changed}; the loss at t counts "
+            f"[weights] {config.loss_weighting}: {changed}; losses are weighted by "
             f"{weights.min():.3g} (t = {weights.argmin()}) to {weights.max():.3g} (t = {weights.argmax()})"
         )
 
@@ -203,9 +203,9 @@ def log_end(run: Run) -> None:
     """Say why the run is over."""
     config, step = run.config, f"step {run.state.step} of {run.total_steps}"
     if run.state.step > run.total_steps:
-        step = f"it came to step {run.state.step}, beyond the {run.total_steps} asked for now"
+        step = f"it is at step {run.state.step}, beyond the {run.total_steps} requested now"
     if run.state.step >= run.total_steps:
-        logger.info(f"The run is complete: {step}. {config.output_dir} holds the pipeline and its card")
+        logger.info(f"The run is complete: {step}. {config.output_dir} has the pipeline and its model card")
     else:
         logger.info(
             f"The run has used its {config.max_train_seconds:g} seconds of training, at {step}; "

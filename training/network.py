@@ -139,7 +139,7 @@ def load_network(name_or_path: str, resolution: int, condition: Conditioning = N
             kind.load_config(name_or_path)
         except Exception as error:  # of the Hub, or of the network
             reason = reason_of_hub(error)
-            raise UserError(f"{flag}: no file or folder, nor to be had from the Hub ({reason})") from error
+            raise UserError(f"{flag}: not a file or folder, and cannot be loaded from the Hub ({reason})") from error
     with user_errors(f"{flag}: not a {kind.__name__} configuration", Exception):  # whatever a wrong entry runs into
         settings = kind.load_config(name_or_path)
         check_layers(settings)

@@ -230,7 +230,7 @@ def opened(run: Run) -> Iterator[None]:
     # Before the exchange of gradients is wrapped around it. Grids are drawn with `state.unet`, which stays as it is.
     run.network = processes.accelerator.prepare(torch.compile(state.unet) if config.compile else state.unet)
     advice = (
-        f"--train_batch_size {run.sizes.per_device}: a step of so many images, or a grid of --eval_batch_size "
+        f"--train_batch_size {run.sizes.per_device}: a step with this many images, or a grid with --eval_batch_size "
         f"{config.eval_batch_size}, does not fit in the memory of {processes.device}; lower them, with "
         f"--total_batch_size {run.sizes.total} to keep the batch by accumulation"
     )

@@ -270,7 +270,7 @@ class Tracking:
             try:
                 action(tracker)
             except tracker.failures as error:
-                logger.warning("No more curves in %s: %s", tracker.name, reason_of(error))
+                logger.warning("Curves are no longer logged to %s: %s", tracker.name, reason_of(error))
                 self.trackers.remove(tracker)
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ def read_run(path: Path, own_sampler: str | None = None) -> tuple[TrainingConfig
     try:
         config = run.read_config()
     except UserError as error:
-        raise UserError(f"--run_dir {path}: config.yaml in it is not what a training wrote there") from error
+        raise UserError(f"--run_dir {path}: config.yaml in it is not a valid run configuration") from error
     if own_sampler is not None:
         if not (is_own_sampler(own_sampler) and is_own_sampler(config.timestep_sampler)):
             raise UserError(f"--timestep_sampler {own_sampler}: {path} was trained with {config.timestep_sampler}")

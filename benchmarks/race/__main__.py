@@ -109,11 +109,11 @@ def train(entry: Entry, plan: Path, threads: int) -> None:
                     process.terminate()
                     process.wait()
     if process.returncode == EXIT_INTERRUPTED:
-        raise Interrupted(f"{entry.name}: stopped in its training; start the same command again to go on")
+        raise Interrupted(f"{entry.name}: stopped in its training; start the same command again to continue")
     if process.returncode == UserError.exit_code:
         raise UserError(f"{entry.name} cannot be trained: the line above says why")
     if process.returncode != 0:
-        raise RunFailed(f"{entry.name} ended with {process.returncode}; start the same command again to go on")
+        raise RunFailed(f"{entry.name} ended with {process.returncode}; start the same command again to continue")
 
 
 def measure(race: Race, entry: Entry, judge: Judge) -> None:
