@@ -77,7 +77,7 @@ def test_every_float_is_finite_and_every_count_has_a_limit(kind):
         (parse_generation, "--interpolate 1 2 --progress_gif", "--progress_gif has no effect with --interpolate"),
         (parse_generation, "--train_data_dir x", "--train_data_dir has no effect without --nearest"),
         (parse_evaluation, "--generated a --real b --statistics_mode clean", "no effect without --statistics"),
-        (parse_evaluation, "--compare a b --weights raw", "--weights goes with a run"),
+        (parse_evaluation, "--compare a b --weights raw", "--weights needs a run"),
         (parse_prepare_options, "--check x --captions a{class}", "--captions has no effect with --check"),
         (parse_visualize, "--run_dir x --num_images 3", "--num_images has no effect with --run_dir"),
     ],
