@@ -244,7 +244,7 @@ for script, usual in SCRIPTS.items():
         --nope=7                :: unknown flag --nope
         --                      :: --
         -x                      :: -x
-        stray words             :: stray
+        stray words             :: stray|words
         --hub_tokn=hf_SECRET    :: hub_tokn & !SECRET
         --api-key hf_SECRET     :: --api-key & !SECRET
     """)
