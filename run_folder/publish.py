@@ -79,7 +79,7 @@ def write_model_card(
     data = ModelCardData(
         library_name="diffusers", license=config.hub_license, tags=tags, datasets=hub_datasets(data_set)
     )
-    add_results(data, run)
+    add_results(data, run, repo_id.split("/")[-1])
     script = "train_unconditional.py" if condition is None else "train_conditional.py"
     grid, metrics = run.newest_grid(), run.read_metrics()
     # What was trained and how; where it was stored and who pushed it is nobody's business.
@@ -160,7 +160,7 @@ def best_scores(run: RunFolder) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def add_results(data: ModelCardData, run: RunFolder) -> None:
+def add_results(data: ModelCardData, run: RunFolder, name: str) -> None:
     """Put the best scores into the card's metadata, as the model-index that the Hub shows."""
     data_set = (data.datasets or ["its training images"])[0]
     names = {"dataset_type": data_set, "dataset_name": data_set, "task_type": (data.tags or ["unknown"])[-1]}
@@ -173,7 +173,7 @@ def add_results(data: ModelCardData, run: RunFolder) -> None:
         )
         for row in best_scores(run)
     ] or None
-    data.model_name = run.path.resolve().name if data.eval_results else None
+    data.model_name = name if data.eval_results else None
 
 
 def evaluation_section(run: RunFolder) -> str:
@@ -201,7 +201,7 @@ def update_evaluation(output_dir: Path) -> None:
         text = f"{before.partition(EVALUATION)[0]}{section}\n\n{separator}{after}"
         with suppress(ValueError, TypeError, YAMLError):  # of metadata that somebody else wrote
             card = ModelCard(text)
-            add_results(card.data, run)
+            add_results(card.data, run, card.text.partition("# ")[2].partition("\n")[0])
             text = str(card)
         write_atomically(run.card_file, text)
 
