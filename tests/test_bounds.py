@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -167,7 +168,9 @@ def test_values_of_unknown_flags_are_not_echoed(flag):
 
 def test_seeds_have_a_limit():
     for seeds in ("0-99999999999", "0-1999999,5000000"):
-        with pytest.raises(UserError, match=f"--seeds {seeds}: that is .* seeds; one call makes at most 2,000,000 images"):
+        with pytest.raises(
+            UserError, match=f"--seeds {seeds}: that is .* seeds; one call makes at most 2,000,000 images"
+        ):
             parse_generation([f"--seeds={seeds}"])
 
 
@@ -408,4 +411,5 @@ def test_a_full_disk_ends_the_curves_and_not_the_run(until, train, tmp_path, mon
     monkeypatch.setattr(RecordWriter, "write", write)
     run = train(tmp_path / "run", "--max_train_steps=6", "--logger=tensorboard")
     assert len(metrics_of(run)) == 6
-    assert "Curves are no longer logged to tensorboard: No space left on device" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert re.search("Curves are (not|no longer) logged to tensorboard: No space left on device", said)
