@@ -17,7 +17,7 @@ from evaluation.features import Features
 from evaluation.image_sets import Batch, EncodedImages, batches_of
 from evaluation.metrics import CLASSIFIER_ACCURACY, CONDITION_ACCURACY, FD, FID, Moments, frechet_distance
 from evaluation.networks import FeatureNetwork
-from evaluation.results import KEYS, Measured, as_csv
+from evaluation.results import KEYS, Measured, as_csv, marked
 from evaluation.statistics import MOST_FEATURES_KEPT, Statistics
 from generation.generate_options import ConditionOptions
 from image_data.annotations import fill_templates, find_captions, find_labels
@@ -173,9 +173,10 @@ def add_classes(output_dir: Path, measured: Measured, classes: list[dict[str, ob
 
 def describe_classes(classes: list[dict[str, object]]) -> str:
     """Describe the rows for a person."""
-    width, metric_width = (max(len(str(row[name])) for row in classes) for name in ("class", "metric"))
+    width = max(len(str(row["class"])) for row in classes)
+    metric_width = max(len(marked(row["metric"])) for row in classes)
     return "\n".join(
-        f"  {row['class']:{width}}  {row['metric']:{metric_width}}  {row['value']:6.4g}  against {row['real_images']} "
-        f"real images, {row['condition_accuracy']:.1%} correct"
+        f"  {row['class']:{width}}  {marked(row['metric']):{metric_width}}  {row['value']:6.4g}  against "
+        f"{row['real_images']} real images, {row['condition_accuracy']:.1%} correct"
         for row in classes
     )

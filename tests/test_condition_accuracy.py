@@ -15,7 +15,7 @@ from evaluation_helpers import network, read_csv  # noqa: F401 (a fixture)
 from common.errors import UserError
 from evaluation import classifier
 from evaluation.classifier import Classifier, hold_out, load_classifier
-from evaluation.condition_accuracy import ConditionAccuracy, in_proportion, request_conditions
+from evaluation.condition_accuracy import ConditionAccuracy, describe_classes, in_proportion, request_conditions
 from evaluation.evaluate_options import EvaluationOptions
 from evaluation.image_sets import EncodedImages, batches_of, open_images
 from image_data.annotations import find_labels
@@ -243,3 +243,4 @@ def test_a_measurement_replaces_its_own_rows_and_no_others(tmp_path):
     with (tmp_path / "evaluation_per_class.csv").open(newline="") as file:
         values = [(row["settings"], row["value"]) for row in csv.DictReader(file)]
     assert values == [("guidance_scale=2.0", "4.5"), ("guidance_scale=1.0", "2.5")]
+    assert describe_classes([row]) == "  cat  fid@5\u2020     3.5  against 7 real images, 50.0% correct"
