@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.errors import UserError, run_script
-from common.files import replace_folder, sha256, write_atomically
+from common.files import check_folder, replace_folder, sha256, write_atomically
 from common.options import NUM_STEPS, POSITIVE, RESOLUTION, ConfigOptions, option, parse_options, section
 
 logger = logging.getLogger("import_weights")
@@ -54,7 +54,7 @@ def parse(arguments: list[str]) -> Options:
     path, folder = paths_of(options)
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if check_folder(folder) and any(folder.iterdir()):
         raise UserError(f"--output_dir {folder}: is not empty; name a new folder")
     return options
 

@@ -428,8 +428,6 @@ def parse(kind: type[Options], arguments: list[str], digits: Path) -> Options:
     names_data = names_flag(arguments, "dataset_name") or names_flag(arguments, "train_data_dir")
     file = digits if named is None and not names_data else named
     from_file = read_config_file(Path(file).expanduser(), ConditionalConfig) if file else {}
-    if "config" in from_file:
-        raise UserError(f"--config {file}: names another file, {from_file['config'][0]}; name that one alone")
     description = f"The defaults are the paper's. Without data and without a file, configs/{digits.name} is used."
     usage = "%(prog)s [DATA | FILE.yaml] [--flag value ...]"
     typed = {name for name in facts_of(ConditionalConfig) if is_given(arguments, name)}

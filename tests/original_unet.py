@@ -6,7 +6,7 @@ Layers carry the names of the TensorFlow variable scopes, as in "down_1/block_0"
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -254,3 +254,14 @@ def load_from_diffusers(original: OriginalUNet, state_dict: Mapping[str, Tensor]
             parameter.data.copy_(tensor)
     if unused:
         raise KeyError(f"the original network has no place for {sorted(unused)}")
+
+
+@torch.no_grad()
+def randomize(weights: Iterable[tuple[str, Tensor]]) -> None:
+    """The paper's initialisation silences every residual branch; here each of them, and each bias, speaks."""
+    random = torch.Generator().manual_seed(1)
+    for name, tensor in weights:
+        if tensor.ndim > 1:
+            nn.init.xavier_normal_(tensor, generator=random)
+        else:
+            tensor.normal_(1 if name.endswith("weight") else 0, 0.1, generator=random)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import run_script
 from diffusers import DDPMPipeline
-from original_unet import OriginalUNet
+from original_unet import OriginalUNet, randomize
 
 from common.errors import UserError
 from run_folder.imported_weights import PROJECTS, scheduler_for
@@ -21,21 +21,10 @@ from run_folder.imported_weights import PROJECTS, scheduler_for
 TIMESTEPS = (0, 10, 300, 999)
 
 
-def speak(parameters) -> None:
-    """Nothing is left at zero, where a mistake would not be heard."""
-    random = torch.Generator().manual_seed(1)
-    for name, parameter in parameters:
-        if parameter.ndim > 1:
-            torch.nn.init.xavier_normal_(parameter, generator=random)
-        else:
-            parameter.normal_(1 if name.endswith("weight") else 0, 0.1, generator=random)
-
-
 @pytest.fixture(scope="module")
 def original() -> OriginalUNet:
     network = OriginalUNet(ch=32, ch_mult=(1, 2, 2), num_res_blocks=2, attn_resolutions=(16,), resolution=32).eval()
-    with torch.no_grad():
-        speak(network.named_parameters())
+    randomize(network.named_parameters())
     return network
 
 
@@ -204,7 +193,7 @@ def improved_weights(scale_shift: bool, out_channels: int) -> dict[str, torch.Te
     add("out.0", 32)
     add("out.2", out_channels, 32, 3, 3)
     weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    speak(weights.items())
+    randomize(weights.items())
     return weights
 
 

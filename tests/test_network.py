@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from diffusers import UNet2DModel
-from original_unet import OriginalUNet, load_from_diffusers
+from original_unet import OriginalUNet, load_from_diffusers, randomize
 from torch import Tensor
 
 from common.errors import UserError
@@ -23,17 +23,6 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
     return ((output - expected).abs().max() / expected.abs().max()).item()
 
 
-@torch.no_grad()
-def randomize(unet: UNet2DModel) -> None:
-    """The paper's initialisation silences every residual branch; here each of them, and each bias, speaks."""
-    random = generator(1)
-    for name, parameter in unet.named_parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.xavier_normal_(parameter, generator=random)
-        else:
-            parameter.normal_(1 if name.endswith("weight") else 0, 0.1, generator=random)
-
-
 @pytest.fixture(scope="module")
 def initialized_unet() -> UNet2DModel:
     torch.manual_seed(0)
@@ -43,7 +32,7 @@ def initialized_unet() -> UNet2DModel:
 @pytest.fixture(scope="module")
 def random_unet(initialized_unet) -> UNet2DModel:
     unet = copy.deepcopy(initialized_unet).eval()
-    randomize(unet)
+    randomize(unet.named_parameters())
     return unet
 
 
@@ -113,7 +102,7 @@ def test_the_original_can_be_built_in_another_shape():
         flip_sin_to_cos=False,
         freq_shift=1,
     ).eval()
-    randomize(unet)
+    randomize(unet.named_parameters())
     original = OriginalUNet(32, (1, 3), 1, (8,), 0.0, in_channels=1, out_channels=2, resolution=16).eval()
     load_from_diffusers(original, unet.state_dict())
     images, t = torch.randn(2, 1, 16, 16, generator=generator(2)), torch.tensor([0, 300])
