@@ -59,12 +59,10 @@ class Judge:
 
     def measure(self, folder: Path, measurement: Measurement, config: TrainingConfig) -> dict[str, float]:
         """Return FID, KID, precision and recall of the images of a snapshot of a run with these options."""
+        return self.measure_model(snapshot_model(folder, config), measurement)
+
+    def measure_model(self, model: SavedModel, measurement: Measurement) -> dict[str, float]:
         start = time.perf_counter()
-        scheduler = build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS))
-        model = SavedModel(
-            name=folder.name, path=folder, home=folder, weights="ema", network_folder=folder,
-            sha256=sha256(folder / WEIGHTS), scheduler_config=dict(scheduler.config),
-        )  # fmt: skip
         steps, count = measurement.num_inference_steps, measurement.num_images
         method = DDIM(model.scheduler, steps) if measurement.sampler == "ddim" else DDPM(model.scheduler, steps)
         settings = InferenceSettings(self.race.mixed_precision, compile=self.race.compile, batch_size=min(BATCH, count))
@@ -82,3 +80,12 @@ class Judge:
             **{name: compared[name] for name in ("precision", "recall")},
             "seconds": round(time.perf_counter() - start, 1),
         }
+
+
+def snapshot_model(folder: Path, config: TrainingConfig, kind: type[SavedModel] = SavedModel, **own) -> SavedModel:
+    """Return the model in a snapshot of a run with these options."""
+    scheduler = build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS))
+    return kind(
+        name=folder.name, path=folder, home=folder, weights="ema", network_folder=folder,
+        sha256=sha256(folder / WEIGHTS), scheduler_config=dict(scheduler.config), **own,
+    )  # fmt: skip
