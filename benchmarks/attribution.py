@@ -117,7 +117,8 @@ def draw(result: dict, path: Path) -> None:
         axes.bar(range(len(bands)), [fid - alone for fid in bands.values()], color=COLOURS[0], width=0.6)
         axes.axhline(0, color=NOTE, linewidth=0.8)
         axes.set_xticks(range(len(bands)), bands)
-        note = f"FID {alone:.1f}; {result['other']} everywhere: {other:.1f}\n{result['measurement']}, seed {result['seed']}"
+        note = f"FID {alone:.1f}; {result['other']} everywhere: {other:.1f}"
+        note += f"\n{result['measurement']}, seed {result['seed']}"
         axes.annotate(note, (0.02, 0.96), xycoords="axes fraction", va="top", fontsize=8, color=NOTE)
 
 
