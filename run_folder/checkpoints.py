@@ -322,7 +322,7 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
     read = partial(read_file, folder)
     numbers = read(STATE)
     changed = changed_settings(numbers["settings"], state.settings)
-    other_task = [change for change in changed if change.split()[0] in FIXED]
+    other_task = [change for change in changed if change.split()[0] in FIXED or " learned" in change]
     if other_task and same_run:
         raise UserError(
             f"{folder.parent} holds a run with other settings ({'; '.join(other_task)}): choose another --output_dir, "
