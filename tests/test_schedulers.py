@@ -104,7 +104,9 @@ def test_step_at_every_timestep(variance_type, prediction_type):
             output = images + error
             original = output.double().numpy()
         elif prediction_type == "mean":
-            output = torch.from_numpy((x_t - beta / np.sqrt(1 - a_t) * eps) / np.sqrt(1 - beta)).float() + error  # eq. 11
+            output = (
+                torch.from_numpy((x_t - beta / np.sqrt(1 - a_t) * eps) / np.sqrt(1 - beta)).float() + error
+            )  # eq. 11
         else:
             output = torch.from_numpy(np.sqrt(a_t) * eps - np.sqrt(1 - a_t) * x_0).float() + error
             original = np.sqrt(a_t) * x_t - np.sqrt(1 - a_t) * output.double().numpy()
