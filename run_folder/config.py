@@ -498,6 +498,8 @@ def validate(config: TrainingConfig) -> None:
             f"--ddpm_num_inference_steps {config.ddpm_num_inference_steps}: more than the "
             f"{config.ddpm_num_steps} steps of the diffusion (--ddpm_num_steps)"
         )
+    if config.variance_type.startswith("learned") and config.ddpm_num_steps < 2:
+        raise UserError(f"--variance_type {config.variance_type}: needs at least two timesteps (--ddpm_num_steps)")
     check_timestep_sampler(config)
     curves = Path(config.logging_dir)
     if curves.is_absolute() or ".." in curves.parts or not curves.parts:

@@ -185,7 +185,9 @@ def log_objective(config: TrainingConfig, loss: DiffusionLoss, draws: int) -> No
             f"[sampler] draws t in {ranges(drawn)}, each with a probability of at least {density[drawn].min():.3g}; "
             f"never: {ranges(~drawn) or 'none'}"
         )
-    if config.loss_weighting != "none":
+    if loss.process.learns_variance:
+        logger.info(f"[loss] {describe_loss(config)}: {changed}")
+    elif config.loss_weighting != "none":
         logger.info(
             f"[weights] {config.loss_weighting}: {changed}; losses are weighted by "
             f"{weights.min():.3g} (t = {weights.argmin()}) to {weights.max():.3g} (t = {weights.argmax()})"
