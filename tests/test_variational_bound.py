@@ -320,6 +320,9 @@ def test_diffusers_says_what_it_cannot_sample(flags, train, tmp_path, capsys):
     pipeline.set_progress_bar_config(disable=True)
     with pytest.raises(ValueError, match="prediction_type given as (mean|epsilon and log variance) must be one of"):
         pipeline(num_inference_steps=2)
+    if "--variance_type=learned" in flags:  # without the name that it refuses
+        stock, output = DDPMScheduler(variance_type="learned"), torch.full((1, 2, 4, 4), -5.0)
+        assert stock.step(output, 500, torch.zeros(1, 1, 4, 4)).prev_sample.isnan().all()
     assert "generate.py" in (run / "README.md").read_text()
     assert "from diffusers" not in (run / "README.md").read_text()
     # Read back it is what was trained, from the checkpoint and from the pipeline alone.
