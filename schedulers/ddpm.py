@@ -173,7 +173,8 @@ class ExactDDPMScheduler(DDPMScheduler):
         return Level(*self._gather(timesteps, "_coefficients"))
 
     def _level_at(self, t: int) -> Level:
-        (a_t, a_s), alpha = self._levels(t, t - 1), self.alphas[t].item()
+        a_t, a_s = self._levels(t, t - 1)
+        alpha = a_t / a_s
         coefficients = a_s**0.5 * (1 - alpha) / (1 - a_t), alpha**0.5 * (1 - a_s) / (1 - a_t)
         return Level(a_t**0.5, (1 - a_t) ** 0.5, *coefficients)
 

@@ -26,6 +26,7 @@ from schedulers.ddpm import LEARNED_VARIANCES, ExactDDPMScheduler, build_schedul
 from schedulers.denoising import DDIM, DDPM, NOISE_KEY, DiffusersMethod, UnusableScheduler, denoise, network_predict
 from schedulers.loss import build_loss
 from schedulers.weighting import weighting_table
+from training.setup import build_process
 
 T = 1000
 BETAS = np.linspace(1e-4, 0.02, T)
@@ -157,8 +158,7 @@ def test_the_decoder_integrates_over_a_grey_level():
 
 def loss_with(*flags: str):
     options = parse_config(["--dataset_name=digits", "--resolution=8", *flags])
-    process = build_scheduler(variance_type=options.variance_type, prediction_type=options.prediction_type)
-    return build_loss(vars(options), process)
+    return build_loss(vars(options), build_process(options))
 
 
 def output_and_loss(loss, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

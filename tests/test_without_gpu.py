@@ -144,8 +144,9 @@ def test_a_learned_variance_waits_for_nothing(flags, step, monkeypatch):
     process, step.loss = loss.process, loss
     bounds = process._log_variances()  # made once, on the host
     monkeypatch.setattr(process, "_log_variances", lambda: bounds)
+    with step.mode, CUDA:
+        step.unet = UNet2DModel.from_config(step.unet.config, out_channels=2)
     with step.mode:
-        step.unet = UNet2DModel.from_config({**step.unet.config, "out_channels": 2}).to(CUDA)
         take(step, 0)
         method = DDPM(process, 10)
         method.scheduler.alphas_cumprod = method.scheduler.alphas_cumprod.numpy()
