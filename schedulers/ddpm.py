@@ -39,7 +39,18 @@ class Prediction:
     symbol: str  # for pictures
     target: Callable[[torch.Tensor, torch.Tensor, Level], torch.Tensor]  # of x_0, epsilon
     x_0: Callable[[torch.Tensor, torch.Tensor, Level], torch.Tensor]  # of the network's output, x_t
-    error_ratio: Callable[[torch.Tensor], torch.Tensor]  # its squared error over that of x_0 at every t, given a_t
+    error_ratio: Callable[[torch.Tensor], torch.Tensor]  # of all a_t: at every t its squared error over that of x_0
+
+
+def signal_to_noise(alphas_cumprod: torch.Tensor) -> torch.Tensor:
+    """Compute SNR_t = a_t / (1 - a_t)."""
+    return alphas_cumprod / (1 - alphas_cumprod)
+
+
+def posterior_coefficients(alphas_cumprod: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute what x_0 and x_t count in mu-tilde, the mean of q(x_t-1 | x_t, x_0), at every t (eq. 7)."""
+    a_t, a_s = alphas_cumprod, torch.cat([torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]])
+    return a_s.sqrt() * (1 - a_t / a_s) / (1 - a_t), (a_t / a_s).sqrt() * (1 - a_s) / (1 - a_t)
 
 
 PREDICTIONS = {
@@ -47,7 +58,7 @@ PREDICTIONS = {
         r"$\epsilon$",
         target=lambda x_0, epsilon, at: epsilon,
         x_0=lambda output, x_t, at: (x_t - at.spread * output) / at.signal,  # Ho et al. 2020, eq. 15
-        error_ratio=lambda alphas_cumprod: signal_to_noise(alphas_cumprod),
+        error_ratio=signal_to_noise,
     ),
     "v_prediction": Prediction(  # Salimans & Ho 2022
         "$v$",
@@ -77,17 +88,6 @@ def prediction_of(prediction_type: str) -> Prediction:
     if prediction_type not in PREDICTIONS:
         raise ValueError(f"prediction_type {prediction_type!r}: must be one of {', '.join(PREDICTIONS)}")
     return PREDICTIONS[prediction_type]
-
-
-def signal_to_noise(alphas_cumprod: torch.Tensor) -> torch.Tensor:
-    """Compute SNR_t = a_t / (1 - a_t)."""
-    return alphas_cumprod / (1 - alphas_cumprod)
-
-
-def posterior_coefficients(alphas_cumprod: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what x_0 and x_t count in mu-tilde, the mean of q(x_t-1 | x_t, x_0), at every t (eq. 7)."""
-    a_t, a_s = alphas_cumprod, torch.cat([torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]])
-    return a_s.sqrt() * (1 - a_t / a_s) / (1 - a_t), (a_t / a_s).sqrt() * (1 - a_s) / (1 - a_t)
 
 
 def weight_of_prediction(
@@ -210,7 +210,9 @@ class ExactDDPMScheduler(DDPMScheduler):
         posterior = [self.variance(t, t - 1) for t in range(len(self.betas))]
         return [torch.tensor(posterior, dtype=torch.float64).log(), self.betas.log()]
 
-    def _learned(self, values: torch.Tensor, lowest: torch.Tensor | float, highest: torch.Tensor | float):
+    def _learned(
+        self, values: torch.Tensor, lowest: torch.Tensor | float, highest: torch.Tensor | float
+    ) -> torch.Tensor:
         """Read log sigma^2 off the network's second half.
 
         `learned` is it (Ho et al. 2020, code); `learned_range` says where between the logarithms of the posterior's

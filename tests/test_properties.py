@@ -52,7 +52,7 @@ ORDINARY = {
     "adam_epsilon": st.floats(1e-12, 1e-2),
     "max_grad_norm": st.floats(1e-3, 100),
     "seed": st.integers(0, 2**31),
-    "max_train_samples": st.integers(1, 100),
+    "max_train_samples": st.integers(32, 100),
     "channels": st.sampled_from(["auto", "1"]),
     "in_memory_limit_gb": st.sampled_from([0.0, 8.0]),
     "center_crop": st.booleans(),
