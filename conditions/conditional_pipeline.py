@@ -12,12 +12,22 @@ from diffusers.utils.torch_utils import randn_tensor
 ENCODED_TOGETHER = 256
 
 
-def guide(conditional: torch.Tensor, unconditional: torch.Tensor, scale: float, rescale: float = 0.0) -> torch.Tensor:
+def guide(
+    conditional: torch.Tensor,
+    unconditional: torch.Tensor,
+    scale: float,
+    rescale: float = 0.0,
+    channels: int | None = None,
+) -> torch.Tensor:
     """Classifier-free guidance: u + scale (c - u), in the convention of diffusers, where a scale of 1 is no guidance.
 
     `rescale` is the share of the result that gets the deviation of the conditional prediction back (Lin et al. 2024,
-    eq. 15 and 16), against the glare of large scales.
+    eq. 15 and 16), against the glare of large scales. What follows the `channels` of an image is a learned variance,
+    which stays the conditional one.
     """
+    if channels and conditional.shape[1] > channels:
+        predictions = conditional[:, :channels], unconditional[:, :channels]
+        return torch.cat([guide(*predictions, scale, rescale), conditional[:, channels:]], dim=1)
     guided = unconditional + scale * (conditional - unconditional)
     if rescale:
         deviations = [prediction.flatten(1).std(1)[:, None, None, None] for prediction in (conditional, guided)]
@@ -70,7 +80,7 @@ class ConditionalDDPMPipeline(DiffusionPipeline):
             prediction = self.unet(samples, t, **conditional).sample
             if guidance_scale != 1:
                 without = self.unet(samples, t, **unconditional).sample
-                prediction = guide(prediction, without, guidance_scale, guidance_rescale)
+                prediction = guide(prediction, without, guidance_scale, guidance_rescale, shape[1])
             samples = self.scheduler.step(prediction, t, samples, generator=generator).prev_sample
         images = (samples / 2 + 0.5).clamp(0, 1).cpu().permute(0, 2, 3, 1).float().numpy()
         return ImagePipelineOutput(images=self.numpy_to_pil(images) if output_type == "pil" else images)

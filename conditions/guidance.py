@@ -114,7 +114,7 @@ class GenerationCondition:
             if not self.guidance.applies_at(t):
                 return conditional(samples, t)
             predictions = with_and_without(torch.cat([samples, samples]), t).chunk(2)
-            return guide(*predictions, self.guidance.scale, self.guidance.rescale)
+            return guide(*predictions, self.guidance.scale, self.guidance.rescale, samples.shape[1])
 
         return predict
 

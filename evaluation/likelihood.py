@@ -5,7 +5,8 @@ every step but the last, and for that -log p(x_0 | x_1), a Gaussian integrated o
 count from 0 as elsewhere here: the step that starts at t = 0 makes the image.
 
 Given x_t, both means of a step are the same function of x_0. So a step depends on the network only through the squared
-error of the x_0 that it sees: one pass over the images gives the bound for both variances, and the distortion.
+error of the x_0 that it sees: one pass over the images gives the bound for both variances, and the distortion. A
+learned variance is the network's own; its bound is summed in the same pass.
 """
 
 import csv
@@ -33,7 +34,7 @@ from image_data.data_options import DataOptions
 from image_data.sources import load_images, splits_of, spread
 from run_folder.folder import RunFolder
 from run_folder.saved_model import SavedModel, find_models
-from schedulers.ddpm import VARIANCE_TYPES, ExactDDPMScheduler
+from schedulers.ddpm import FIXED_VARIANCES, ExactDDPMScheduler
 from schedulers.denoising import DDPM, Predict
 from schedulers.loss import normalise
 
@@ -58,6 +59,7 @@ class Measurement:
     prior: torch.Tensor  # bits
     decoder: torch.Tensor  # bits of the step that makes the image
     errors: torch.Tensor  # [images, T]: mean squared error of the x_0 that the network sees in x_t
+    learned: torch.Tensor  # [images, T]: bits of every step with the learned variance; [images, 0] without one
 
 
 @dataclass
@@ -87,8 +89,10 @@ class Bound:
 def bound_of(found: Measurement, scheduler: ExactDDPMScheduler, variance_type: str) -> Bound:
     """Add up the bound for a variance sigma^2, with r the posterior's over it.
 
-    A step costs KL = (r - 1 - ln r) / 2 and the weighted error of x_0.
+    With a fixed one a step costs KL = (r - 1 - ln r) / 2 and the weighted error of x_0.
     """
+    if variance_type not in FIXED_VARIANCES:
+        return sum_of(found, found.learned)
     # The weight is to be that of an error of x_0, whatever the network predicts.
     posterior, chosen = (
         ExactDDPMScheduler.from_config({**scheduler.config, "variance_type": variance, "prediction_type": "sample"})
@@ -99,12 +103,17 @@ def bound_of(found: Measurement, scheduler: ExactDDPMScheduler, variance_type: s
     ratio = torch.tensor(ratio, dtype=torch.float64)
     terms = (ratio - 1 - ratio.log()) / (2 * math.log(2)) + chosen.divergence_weights() * found.errors
     terms[:, 0] = found.decoder
+    return sum_of(found, terms)
+
+
+def sum_of(found: Measurement, terms: torch.Tensor) -> Bound:
+    """Add up the terms of every image and average over the images."""
     of_image = found.prior + terms.sum(1)
     standard_error = of_image.std() / len(of_image) ** 0.5
     return Bound(of_image.mean().item(), standard_error.item(), found.prior.mean().item(), terms.mean(0))
 
 
-def decoder_bits(images: torch.Tensor, mean: torch.Tensor, deviation: float) -> torch.Tensor:
+def decoder_bits(images: torch.Tensor, mean: torch.Tensor, deviation: torch.Tensor | float) -> torch.Tensor:
     """Return -log2 of a Gaussian integrated over the grey level of each pixel, the outermost to infinity (eq. 13).
 
     The paper's code replaces the Gaussian's distribution function by a tanh; this is the integral itself.
@@ -136,16 +145,26 @@ def measure_batch(
     on_step: Callable[[], object] = lambda: None,
 ) -> Measurement:
     """Measure uint8 images on the rows' device. The noise of an image at t is a function of its row and t."""
-    x_0, errors = normalise(to_device(images, rows.device)), []
+    x_0, errors, learned = normalise(to_device(images, rows.device)), [], []
     for number, t in reversed([*enumerate(torch.arange(len(scheduler.betas), device=rows.device))]):
         noise = standard_normal(NOISE_KEY, rows, number, x_0.shape[1:])
         x_t = scheduler.add_noise(x_0, noise, t.expand(len(rows)))
-        original = scheduler.predict_original(predict(x_t, t), number, x_t)
+        output = predict(x_t, t)
+        original = scheduler.predict_original(output, number, x_t)
         errors.append((original - x_0).square().flatten(1).mean(1))
+        if scheduler.learns_variance:
+            values, timesteps = output[:, x_0.shape[1] :], t.expand(len(rows))
+            learned.append(scheduler.bits_of_step(original, values, x_0, timesteps))
         on_step()
     # The mean of the last step is the x_0 that the network sees.
     decoder = decoder_bits(images, original.cpu(), scheduler.variance(0, -1) ** 0.5)
-    return Measurement(prior_bits(images, scheduler), decoder, torch.stack(errors[::-1], dim=1).cpu().double())
+    errors = torch.stack(errors[::-1], dim=1).cpu().double()
+    of_learned = errors[:, :0]
+    if scheduler.learns_variance:
+        of_learned = torch.stack(learned[::-1], dim=1).cpu().double()
+        deviation = (scheduler.log_variance(values, timesteps) / 2).exp().cpu().double()
+        of_learned[:, 0] = decoder_bits(images, original.cpu(), deviation)  # the integral itself
+    return Measurement(prior_bits(images, scheduler), decoder, errors, of_learned)
 
 
 class Likelihood:
@@ -202,12 +221,13 @@ class Likelihood:
         return [images.without_bad(self.num_workers) for images in opened] if skipping else opened
 
     def _measure_split(self, model: SavedModel, images: EncodedImages) -> dict[str, tuple[Bound, torch.Tensor]]:
-        """Measure a model on a split, for both variances, and put that into the tables; return it by its name."""
+        """Measure a model on a split, for every variance, and put that into the tables; return it by its name."""
         rows = torch.as_tensor(spread(len(images), self.options.num_images or DEFAULT_IMAGES))
         found, batch_size = self._measure_images(model, images, rows)
         if not self.processes.is_main:
             return {}
-        bounds = {variance_type: bound_of(found, model.scheduler, variance_type) for variance_type in VARIANCE_TYPES}
+        own = [model.scheduler.config.variance_type] if model.scheduler.learns_variance else []
+        bounds = {name: bound_of(found, model.scheduler, name) for name in (*FIXED_VARIANCES, *own)}
         rmse = HALF_RANGE * found.errors.sqrt().mean(0)
         with user_errors(f"{self.output_dir}: the results cannot be written there", OSError):
             write_terms(self.output_dir / FOLDER / f"{model.label}-{images.split}.csv", bounds, rmse)
@@ -233,7 +253,8 @@ class Likelihood:
         running = RunningNetwork(job, processes, replace(settings, batch_size=size))
         predict = job.condition.predict_for(running.network, [0] * size)
         advice = f"--batch_size {size}: does not fit in the memory of {processes.device}; choose a smaller one"
-        parts = [torch.zeros(0, steps + 3, dtype=torch.float64)]
+        columns = 3 + steps * (2 if model.scheduler.learns_variance else 1)
+        parts = [torch.zeros(0, columns, dtype=torch.float64)]
         with fits_in_memory(advice), processes.accelerator.autocast():
             batches = -(-len(rows) // size) / processes.count
             duration = timedelta(seconds=round(math.ceil(batches) * steps * running.seconds_per_pass(size)))
@@ -248,12 +269,15 @@ class Likelihood:
                     found = measure_batch(
                         predict, model.scheduler, pixels[full, : model.shape[0]], in_batch, bar.update
                     )
-                    columns = [indices[full], found.prior, found.decoder]
-                    of_images = torch.cat([torch.stack([one.double() for one in columns], dim=1), found.errors], dim=1)
+                    known = [indices[full], found.prior, found.decoder]
+                    known = torch.stack([one.double() for one in known], dim=1)
+                    of_images = torch.cat([known, found.errors, found.learned], dim=1)
                     parts.append(of_images[: len(indices)])
         of_images = processes.gather_rows(torch.cat(parts))
         of_images = of_images[of_images[:, 0].argsort()]
-        return (Measurement(of_images[:, 1], of_images[:, 2], of_images[:, 3:]) if processes.is_main else None), size
+        errors, learned = of_images[:, 3 : 3 + steps], of_images[:, 3 + steps :]
+        found = Measurement(of_images[:, 1], of_images[:, 2], errors, learned)
+        return (found if processes.is_main else None), size
 
 
 def write_terms(path: Path, bounds: dict[str, Bound], rmse: torch.Tensor) -> None:

@@ -59,7 +59,9 @@ class SamplerOptions:
         "more of them at low noise.",
     )
     variance_type: Literal["fixed_large", "fixed_small"] | None = option(
-        None, "Variance of the DDPM steps (default: fixed_large with all timesteps, fixed_small with fewer)."
+        None,
+        "Variance of the DDPM steps (default: the learned one, if the network has one; else fixed_large with all "
+        "timesteps, fixed_small with fewer).",
     )
     eta: float | None = option(
         None, "Noise in the DDIM steps, from 0 (none, the default) to 1 (as much as DDPM with fixed_small).", UP_TO_ONE

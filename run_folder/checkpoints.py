@@ -322,7 +322,7 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
     read = partial(read_file, folder)
     numbers = read(STATE)
     changed = changed_settings(numbers["settings"], state.settings)
-    other_task = [change for change in changed if change.split()[0] in FIXED]
+    other_task = [change for change in changed if change.split()[0] in FIXED or is_of_learned_variance(change)]
     if other_task and same_run:
         raise UserError(
             f"{folder.parent} holds a run with other settings ({'; '.join(other_task)}): choose another --output_dir, "
@@ -346,6 +346,11 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
             f"another --output_dir, or --overwrite"
         ) from error
     state.load_numbers(numbers)
+
+
+def is_of_learned_variance(change: str) -> bool:
+    """Tell whether what the network's output means has changed, as no fixed variance changes it."""
+    return change.startswith("variance_type ") and "learned" in change
 
 
 def changed_settings(before: dict[str, object], now: dict[str, object]) -> list[str]:

@@ -119,11 +119,14 @@ class DiffusionOptions:
         1e-4, "The first beta.", BETWEEN_ZERO_AND_ONE, not_with=f"{COSINE} ddpm_beta_schedule=constant", fixed=True
     )
     beta_end: float = option(0.02, "The last beta.", BETWEEN_ZERO_AND_ONE, not_with=COSINE, fixed=True)
-    variance_type: Literal["fixed_large", "fixed_small"] = option(
-        "fixed_large", "Variance of the sampling steps: beta_t (fixed_large) or that of the posterior (fixed_small)."
+    variance_type: Literal["fixed_large", "fixed_small", "learned", "learned_range"] = option(
+        "fixed_large",
+        "Variance of the sampling steps: beta_t (fixed_large), that of the posterior (fixed_small), or learned: then "
+        "the network has twice the output channels, for the logarithm of the variance (learned) or its place between "
+        "those of the other two (learned_range), and the loss is L_hybrid.",
     )
-    prediction_type: Literal["epsilon", "sample", "v_prediction"] = option(
-        "epsilon", "What the network predicts: the noise, the image, or v.", fixed=True
+    prediction_type: Literal["epsilon", "sample", "v_prediction", "mean"] = option(
+        "epsilon", "What the network predicts: the noise, the image, v, or the mean of the step back.", fixed=True
     )
 
 
@@ -147,8 +150,10 @@ class TimestepOptions:
     stratified: bool = option(
         False, "Spread the timesteps of each batch evenly over the sampler's density, which makes the loss less noisy."
     )
-    loss_weighting: Literal["none", "min_snr", "soft_min_snr", "p2", "edm", "sigmoid", "speed"] = option(
-        "none", "How to weight the loss by timestep. Everything except none changes the paper's objective."
+    loss_weighting: Literal["none", "bound", "min_snr", "soft_min_snr", "p2", "edm", "sigmoid", "speed"] = option(
+        "none",
+        "How to weight the loss by timestep. Everything except none changes the paper's objective; bound is its "
+        "variational bound L.",
     )
     loss: Literal["l2", "l1", "huber"] = option(
         "l2", "Loss per pixel: squared error, absolute error, or Huber (squared up to 1, linear above)."
@@ -493,6 +498,8 @@ def validate(config: TrainingConfig) -> None:
             f"--ddpm_num_inference_steps {config.ddpm_num_inference_steps}: more than the "
             f"{config.ddpm_num_steps} steps of the diffusion (--ddpm_num_steps)"
         )
+    if config.variance_type.startswith("learned") and config.ddpm_num_steps < 2:
+        raise UserError(f"--variance_type {config.variance_type}: needs at least two timesteps (--ddpm_num_steps)")
     check_timestep_sampler(config)
     curves = Path(config.logging_dir)
     if curves.is_absolute() or ".." in curves.parts or not curves.parts:

@@ -90,7 +90,7 @@ def write_model_card(
         f"A denoising diffusion probabilistic model (DDPM) of `{data_set if data.datasets else Path(data_set).name}`"
         f"{conditioned_on}: the {weights} weights of step {step}.",
         f"![Samples of step {step}]({SAMPLES}/{quote(grid.name)})" if grid else "",
-        f"## Usage\n\n{usage(repo_id, config.ddpm_num_steps, examples)}",
+        f"## Usage\n\n{refusal(config) or usage(repo_id, config.ddpm_num_steps, examples)}",
         f"## Hyper-parameters\n\n{table('parameter', parameters)}",
         f"## Metrics\n\n{table('metric', metrics[-1])}" if metrics else "",
         evaluation_section(run),
@@ -134,6 +134,20 @@ pipeline = {kind}.{load_call(repo_id)}{trust})  # or this folder; .to("cuda") wi
 images = pipeline({arguments}, num_inference_steps={num_inference_steps}).images  # ancestral sampling, as trained
 images[0].save("sample.png")
 ```"""
+
+
+def refusal(config: TrainingConfig) -> str:
+    """Say which images diffusers cannot draw, though it loads the pipeline, and what draws them; nothing if it can."""
+    if config.prediction_type == "mean":
+        what = "predicts the mean of a step back (`prediction_type` mean), which no scheduler of diffusers takes"
+    elif config.variance_type == "learned":
+        what = "predicts the logarithm of its variance (`variance_type` learned), where diffusers wants the variance"
+    else:
+        return ""
+    return (
+        f"The network {what}: diffusers loads the pipeline, and its scheduler ends with an error that names the "
+        f"prediction type. Exact DDPM draws images of it:\n\n```bash\npython generate.py THIS_FOLDER\n```"
+    )
 
 
 def load_call(repo_id: str) -> str:

@@ -82,6 +82,10 @@ class SavedModel:
         size = self.network_config["sample_size"]
         return self.network_config["in_channels"], *((size, size) if isinstance(size, int) else size)
 
+    @property
+    def learns_variance(self) -> bool:
+        return self.network_config["out_channels"] == 2 * self.network_config["in_channels"]
+
     @cached_property
     def condition(self) -> dict[str, Any] | None:
         """Return the description of the condition that the network was trained with."""
@@ -109,9 +113,10 @@ class SavedModel:
 
     @cached_property
     def scheduler(self) -> ExactDDPMScheduler:
-        from schedulers.ddpm import ExactDDPMScheduler
+        from schedulers.ddpm import LEARNED_VARIANCES, ExactDDPMScheduler
 
-        # The variance is a choice of the sampling method. Some that pipelines name are not exact here.
+        # A fixed variance is a choice of the sampling method. Some that pipelines name are not exact here.
+        variance_type = self.scheduler_config.get("variance_type") if self.learns_variance else "fixed_large"
         where = self.path / STATE if self.step is not None else f"{self.name}: its scheduler_config.json"
         with user_errors(f"{where} cannot be used", Exception):  # whatever stands there
             steps = self.scheduler_config["num_train_timesteps"]
@@ -119,7 +124,9 @@ class SavedModel:
                 raise ValueError(f"num_train_timesteps {steps}: must be {NUM_STEPS.wanted}")
             if self.scheduler_config.get("rescale_betas_zero_snr"):
                 raise ValueError("its betas are rescaled (rescale_betas_zero_snr), which no sampler here takes")
-            return ExactDDPMScheduler.from_config({**self.scheduler_config, "variance_type": "fixed_large"})
+            if self.learns_variance and variance_type not in LEARNED_VARIANCES:
+                raise ValueError(f"its network predicts a variance too, but variance_type is {variance_type}")
+            return ExactDDPMScheduler.from_config({**self.scheduler_config, "variance_type": variance_type})
 
     def load(self, device: torch.device) -> torch.nn.Module:
         """Load the network, ready for inference."""
@@ -138,8 +145,11 @@ class SavedModel:
         """Raise for what no images can be made with; the weights are looked at when they are loaded."""
         config, where = self.network_config, f"{self.network_folder / 'config.json'}"
         channels, size = config.get("in_channels"), config.get("sample_size")
-        if channels != config.get("out_channels"):
-            raise UserError(f"{where}: its network predicts a variance too, which no sampler here uses")
+        if type(channels) is not int or config.get("out_channels") not in (channels, 2 * channels):
+            raise UserError(
+                f"{where}: its network has {channels} channels in and {config.get('out_channels')} out; it must have "
+                f"as many, or twice as many with a variance"
+            )
         sides = size if isinstance(size, list) else [size, size]
         known = [type(side) for side in sides] == [int, int] and all(map(RESOLUTION.accepts, sides))
         if not known or channels not in (1, 3, 4):
@@ -300,6 +310,8 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
     """Return the model in a folder that a DDPMPipeline was saved in; old ones have all files side by side."""
     from diffusers import DDPMScheduler
 
+    from schedulers.ddpm import LOG_VARIANCE
+
     network, scheduler = (part if part.is_dir() else folder for part in (folder / "unet", folder / "scheduler"))
     run = RunFolder(folder)
     # A run's own pipeline holds the moving average if the run kept one.
@@ -308,7 +320,7 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
         what = "one set of weights" if held == "pipeline" else f"the {held} weights"
         raise UserError(f"--weights {weights}: {name} is a pipeline and holds only {what}")
     with user_errors(f"{folder} is not a whole pipeline", OSError, ValueError, RecursionError):
-        read_file(network, "config.json")
+        network_config = read_file(network, "config.json")
         scheduler_config = read_file(scheduler, "scheduler_config.json")
     weights_file = network / WEIGHTS
     if not weights_file.is_file():
@@ -317,6 +329,10 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
         raise UserError(f"{folder} is not a whole pipeline (it has no {WEIGHTS}{found})")
     if "num_train_timesteps" not in scheduler_config or "beta_schedule" not in scheduler_config:
         raise UserError(f"{name}: its scheduler, {scheduler_config.get('_class_name')}, is not one of a DDPM")
+    channels = [network_config.get(name) for name in ("in_channels", "out_channels")]
+    learned = scheduler_config.get("variance_type") == "learned" and channels[0] != channels[1]
+    if learned and not str(scheduler_config.get("prediction_type")).endswith(LOG_VARIANCE):
+        raise UserError(f"{name}: its network predicts the variance itself (variance_type learned), not its logarithm")
     known = inspect.signature(DDPMScheduler.__init__).parameters  # the configuration may be of another class
     return SavedModel(
         name=name,

@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from diffusers import DDPMScheduler
@@ -16,37 +17,68 @@ from diffusers.utils.torch_utils import randn_tensor
 
 from schedulers.betas import BETA_END, BETA_START, DIFFUSERS_NAMES, make_betas
 
-VARIANCE_TYPES = ("fixed_large", "fixed_small")
+FIXED_VARIANCES = ("fixed_large", "fixed_small")
+LEARNED_VARIANCES = ("learned", "learned_range")
+VARIANCE_TYPES = (*FIXED_VARIANCES, *LEARNED_VARIANCES)
+LOG_VARIANCE = " and log variance"  # ends the prediction type of a pipeline that diffusers cannot sample
+
+
+class Level(NamedTuple):
+    """The coefficients at t: tensors that multiply images in training, numbers in generation."""
+
+    signal: torch.Tensor | float  # x_t = signal x_0 + spread epsilon
+    spread: torch.Tensor | float
+    of_original: torch.Tensor | float  # mu-tilde = of_original x_0 + of_sample x_t (Ho et al. 2020, eq. 7)
+    of_sample: torch.Tensor | float
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A thing to predict; the coefficients are tensors in training and numbers in generation."""
+    """A thing to predict."""
 
     symbol: str  # for pictures
-    target: Callable[..., torch.Tensor]  # of x_0, epsilon, signal, spread
-    x_0: Callable[..., torch.Tensor]  # of the network's output, x_t, signal, spread
-    error_ratio: Callable[[torch.Tensor], torch.Tensor]  # its squared error over that of x_0, given SNR_t
+    target: Callable[[torch.Tensor, torch.Tensor, Level], torch.Tensor]  # of x_0, epsilon
+    x_0: Callable[[torch.Tensor, torch.Tensor, Level], torch.Tensor]  # of the network's output, x_t
+    error_ratio: Callable[[torch.Tensor], torch.Tensor]  # of all a_t: at every t its squared error over that of x_0
+
+
+def signal_to_noise(alphas_cumprod: torch.Tensor) -> torch.Tensor:
+    """Compute SNR_t = a_t / (1 - a_t)."""
+    return alphas_cumprod / (1 - alphas_cumprod)
+
+
+def posterior_coefficients(alphas_cumprod: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute what x_0 and x_t count in mu-tilde, the mean of q(x_t-1 | x_t, x_0), at every t (eq. 7)."""
+    a_t, a_s = alphas_cumprod, torch.cat([torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]])
+    return a_s.sqrt() * (1 - a_t / a_s) / (1 - a_t), (a_t / a_s).sqrt() * (1 - a_s) / (1 - a_t)
 
 
 PREDICTIONS = {
     "epsilon": Prediction(
         r"$\epsilon$",
-        target=lambda x_0, epsilon, signal, spread: epsilon,
-        x_0=lambda output, x_t, signal, spread: (x_t - spread * output) / signal,  # Ho et al. 2020, eq. 15
-        error_ratio=lambda snr: snr,
+        target=lambda x_0, epsilon, at: epsilon,
+        x_0=lambda output, x_t, at: (x_t - at.spread * output) / at.signal,  # Ho et al. 2020, eq. 15
+        error_ratio=signal_to_noise,
     ),
     "v_prediction": Prediction(  # Salimans & Ho 2022
         "$v$",
-        target=lambda x_0, epsilon, signal, spread: signal * epsilon.float() - spread * x_0.float(),
-        x_0=lambda output, x_t, signal, spread: signal * x_t - spread * output,
-        error_ratio=lambda snr: snr + 1,
+        target=lambda x_0, epsilon, at: at.signal * epsilon.float() - at.spread * x_0.float(),
+        x_0=lambda output, x_t, at: at.signal * x_t - at.spread * output,
+        error_ratio=lambda alphas_cumprod: signal_to_noise(alphas_cumprod) + 1,
     ),
     "sample": Prediction(
         "$x_0$",
-        target=lambda x_0, epsilon, signal, spread: x_0,
-        x_0=lambda output, x_t, signal, spread: output,
+        target=lambda x_0, epsilon, at: x_0,
+        x_0=lambda output, x_t, at: output,
         error_ratio=torch.ones_like,
+    ),
+    "mean": Prediction(  # Ho et al. 2020, eq. 8, the baseline of their Table 2
+        r"$\tilde\mu$",
+        target=lambda x_0, epsilon, at: (
+            (at.of_original + at.of_sample * at.signal) * x_0 + at.of_sample * at.spread * epsilon
+        ),
+        x_0=lambda output, x_t, at: (output - at.of_sample * x_t) / at.of_original,
+        error_ratio=lambda alphas_cumprod: posterior_coefficients(alphas_cumprod)[0] ** 2,
     ),
 }
 
@@ -58,20 +90,33 @@ def prediction_of(prediction_type: str) -> Prediction:
     return PREDICTIONS[prediction_type]
 
 
-def signal_to_noise(alphas_cumprod: torch.Tensor) -> torch.Tensor:
-    """Compute SNR_t = a_t / (1 - a_t)."""
-    return alphas_cumprod / (1 - alphas_cumprod)
+def weight_of_prediction(
+    weight_of_original: torch.Tensor, alphas_cumprod: torch.Tensor, prediction_type: str
+) -> torch.Tensor:
+    """Restate a weight on the squared error of x_0 at every t for the error of what the network predicts."""
+    return weight_of_original / prediction_of(prediction_type).error_ratio(alphas_cumprod)
 
 
-def weight_of_prediction(weight_of_original: torch.Tensor, snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
-    """Restate a weight on the squared error of x_0 for the error of what the network predicts."""
-    return weight_of_original / prediction_of(prediction_type).error_ratio(snr)
+def decoder_nats(x_0: torch.Tensor, mean: torch.Tensor, log_variance: torch.Tensor) -> torch.Tensor:
+    """Compute -log of a Gaussian integrated over each grey level, the outermost to infinity (Ho et al. 2020, eq. 13).
+
+    As in the paper's code a tanh stands for the Gaussian's distribution function, and probabilities are at least 1e-12.
+    """
+
+    def cumulative(edge: torch.Tensor) -> torch.Tensor:
+        z = (x_0 + edge - mean) * torch.exp(-log_variance / 2)
+        return (1 + torch.tanh((2 / math.pi) ** 0.5 * (z + 0.044715 * z**3))) / 2
+
+    above = torch.where(x_0 > 0.999, 1.0, cumulative(1 / 255))
+    below = torch.where(x_0 < -0.999, 0.0, cumulative(-1 / 255))
+    return -(above - below).clamp(min=1e-12).log()
 
 
 class ExactDDPMScheduler(DDPMScheduler):
     """DDPMScheduler whose tables are float64, whose coefficients are rounded once, and whose noise stays float32.
 
     Notation: a_t is the cumulative product of 1 - beta, a_s that of the timestep stepped to (1 when that is -1).
+    With a learned variance the network's output has twice the channels of an image: the prediction, then the variance.
     Save `plain()`, not this object: a stock `DDPMPipeline` elsewhere knows only the class it came from.
     """
 
@@ -90,34 +135,59 @@ class ExactDDPMScheduler(DDPMScheduler):
             self.betas = make_betas(*(self.config[name] for name in own))
         if len(self.betas) != self.config.num_train_timesteps or not ((self.betas > 0) & (self.betas < 1)).all():
             raise ValueError(f"it needs {self.config.num_train_timesteps} betas, each above 0 and below 1")
+        self.register_to_config(prediction_type=self.config.prediction_type.removesuffix(LOG_VARIANCE))
         prediction_of(self.config.prediction_type)
+        if self.learns_variance and len(self.betas) < 2:
+            raise ValueError(f"variance_type '{self.config.variance_type}' needs at least two timesteps")
         self.alphas = 1 - self.betas
         self.alphas_cumprod = self.alphas.cumprod(0)
-        self._rounded: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rounded: dict[tuple[torch.device, str], torch.Tensor] = {}
+
+    @property
+    def learns_variance(self) -> bool:
+        return self.config.variance_type in LEARNED_VARIANCES
 
     def plain(self) -> DDPMScheduler:
-        """Make the stock scheduler with the same configuration: what is saved in a run."""
-        return DDPMScheduler.from_config(self.config)
+        """Make the stock scheduler with the same configuration: what is saved in a run.
+
+        diffusers would take the logarithm that a `learned` variance is for the variance itself, and draw NaN. As of
+        "mean", it says of this prediction type that it does not know it.
+        """
+        suffix = LOG_VARIANCE if self.config.variance_type == "learned" else ""
+        return DDPMScheduler.from_config(self.config, prediction_type=self.config.prediction_type + suffix)
 
     # The forward process.
 
-    def _signal_and_noise(self, timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather sqrt(a_t) and sqrt(1 - a_t) for a batch of timesteps, in float32, shaped to multiply images."""
-        device = timesteps.device
-        if device not in self._rounded:
-            tables = (self.alphas_cumprod.sqrt(), (1 - self.alphas_cumprod).sqrt())
-            self._rounded[device] = tuple(table.float().to(device) for table in tables)
-        return tuple(table[timesteps][:, None, None, None] for table in self._rounded[device])
+    def _gather(self, timesteps: torch.Tensor, name: str) -> torch.Tensor:
+        """Gather what a table has for a batch of timesteps, in float32, in the shape to multiply images."""
+        key = timesteps.device, name
+        if key not in self._rounded:
+            self._rounded[key] = torch.stack(getattr(self, name)(), dim=1).float().to(timesteps.device)
+        return self._rounded[key][timesteps].T[:, :, None, None, None]
+
+    def _coefficients(self) -> list[torch.Tensor]:
+        a_t = self.alphas_cumprod
+        return [a_t.sqrt(), (1 - a_t).sqrt(), *posterior_coefficients(a_t)]
+
+    def _level(self, timesteps: torch.Tensor) -> Level:
+        return Level(*self._gather(timesteps, "_coefficients"))
+
+    def _level_at(self, t: int) -> Level:
+        a_t, a_s = self._levels(t, t - 1)
+        alpha = a_t / a_s
+        coefficients = a_s**0.5 * (1 - alpha) / (1 - a_t), alpha**0.5 * (1 - a_s) / (1 - a_t)
+        return Level(a_t**0.5, (1 - a_t) ** 0.5, *coefficients)
 
     def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         """Compute x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise (eq. 4), in float32: bf16 loses the noise of small t."""
-        signal, spread = self._signal_and_noise(timesteps)
-        return signal * original_samples.float() + spread * noise.float()
+        at = self._level(timesteps)
+        return at.signal * original_samples.float() + at.spread * noise.float()
 
     def target(self, images: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         """Return what the network is asked to predict."""
-        prediction = prediction_of(self.config.prediction_type)
-        return prediction.target(images, noise, *self._signal_and_noise(timesteps))
+        return prediction_of(self.config.prediction_type).target(images, noise, self._level(timesteps))
+
+    # The variational bound.
 
     def divergence_weights(self) -> torch.Tensor:
         """Compute what the squared error of the prediction at t counts in KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)).
@@ -129,14 +199,61 @@ class ExactDDPMScheduler(DDPMScheduler):
         a_s = torch.cat([torch.ones(1, dtype=a_t.dtype), a_t[:-1]])
         variances = [self.variance(t, t - 1) for t in range(len(a_t))]
         of_original = a_s * (self.betas / (1 - a_t)) ** 2 / (2 * math.log(2) * torch.tensor(variances, dtype=a_t.dtype))
-        return weight_of_prediction(of_original, signal_to_noise(a_t), self.config.prediction_type)
+        return weight_of_prediction(of_original, a_t, self.config.prediction_type)
+
+    def log_variance(self, values: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        """Compute log sigma_t^2 for a batch of timesteps from what the network says of it."""
+        return self._learned(values, *self._gather(timesteps, "_log_variances"))
+
+    def _log_variances(self) -> list[torch.Tensor]:
+        """Compute the logarithms of the posterior's variance and of beta_t at every t."""
+        posterior = [self.variance(t, t - 1) for t in range(len(self.betas))]
+        return [torch.tensor(posterior, dtype=torch.float64).log(), self.betas.log()]
+
+    def _learned(
+        self, values: torch.Tensor, lowest: torch.Tensor | float, highest: torch.Tensor | float
+    ) -> torch.Tensor:
+        """Read log sigma^2 off the network's second half.
+
+        `learned` is it (Ho et al. 2020, code); `learned_range` says where between the logarithms of the posterior's
+        variance, at -1, and of beta, at 1, it lies (Nichol & Dhariwal 2021, eq. 15).
+        """
+        if self.config.variance_type == "learned":
+            return values
+        fraction = (values + 1) / 2
+        return fraction * highest + (1 - fraction) * lowest
+
+    def bits_of_step(
+        self, original: torch.Tensor, values: torch.Tensor, x_0: torch.Tensor, timesteps: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)) of each image with the learned variance; eq. 13 at t = 0.
+
+        It follows from the x_0 that the network sees in x_t, `original`, and from what it says of the variance. In
+        bits per dimension.
+        """
+        log_posterior, _ = self._gather(timesteps, "_log_variances")
+        log_variance = self.log_variance(values, timesteps)
+        squares = (self._level(timesteps).of_original * (x_0 - original)).square()
+        divergence = log_variance - log_posterior - 1 + torch.exp(log_posterior - log_variance)
+        divergence = (divergence + squares * torch.exp(-log_variance)) / 2
+        decoder = decoder_nats(x_0, original, log_variance)
+        nats = torch.where(timesteps[:, None, None, None] == 0, decoder, divergence)
+        return nats.flatten(1).mean(1) / math.log(2)
+
+    def bound(
+        self, model_output: torch.Tensor, x_0: torch.Tensor, x_t: torch.Tensor, timesteps: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute `bits_of_step` in training, where the network's x_0 is not clipped."""
+        output, values = model_output.chunk(2, dim=1)
+        original = prediction_of(self.config.prediction_type).x_0(output, x_t, self._level(timesteps))
+        return self.bits_of_step(original, values, x_0, timesteps)
 
     # One step back.
 
     def predict_original(self, model_output: torch.Tensor, t: int, sample: torch.Tensor) -> torch.Tensor:
         """Compute x_0 as the network sees it, clipped to [-1, 1] before it enters any mean."""
-        a_t = self.alphas_cumprod[t].item()
-        original = prediction_of(self.config.prediction_type).x_0(model_output, sample, a_t**0.5, (1 - a_t) ** 0.5)
+        output = model_output[:, : sample.shape[1]]  # what follows is a variance
+        original = prediction_of(self.config.prediction_type).x_0(output, sample, self._level_at(t))
         if self.config.clip_sample:
             original = original.clamp(-self.config.clip_sample_range, self.config.clip_sample_range)
         return original
@@ -145,6 +262,7 @@ class ExactDDPMScheduler(DDPMScheduler):
         """Return sigma_t^2: beta_t (fixed_large) or the posterior's, (1 - a_s) / (1 - a_t) beta_t (fixed_small; eq. 7).
 
         The last step, for which the posterior's is zero, has that of t = 1 whatever the choice, as in the paper's code.
+        Of a learned variance this is the lowest, the posterior's.
         """
         large = self.config.variance_type == "fixed_large" and previous >= 0
         t, previous = (t, previous) if previous >= 0 else (1, 0)
@@ -157,13 +275,22 @@ class ExactDDPMScheduler(DDPMScheduler):
 
     def posterior(
         self, model_output: torch.Tensor, t: int, previous: int, sample: torch.Tensor
-    ) -> tuple[torch.Tensor, float]:
-        """Return mean (eq. 7) and deviation of the step from t to any earlier timestep; no deviation at the end."""
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """Return mean (eq. 7) and deviation of the step from t to any earlier timestep; no deviation at the end.
+
+        A learned deviation is that of every pixel.
+        """
         a_t, a_s = self._levels(t, previous)
         beta = 1 - a_t / a_s
         original = self.predict_original(model_output, t, sample)
         mean = (a_s**0.5 * beta / (1 - a_t)) * original + ((a_t / a_s) ** 0.5 * (1 - a_s) / (1 - a_t)) * sample
-        return mean, self.variance(t, previous) ** 0.5 if previous >= 0 else 0.0
+        if previous < 0:
+            return mean, 0.0
+        variance = self.variance(t, previous)
+        if not self.learns_variance:
+            return mean, variance**0.5
+        values = model_output[:, sample.shape[1] :]
+        return mean, (self._learned(values, math.log(variance), math.log(beta)) / 2).exp()
 
     def implicit(
         self, model_output: torch.Tensor, t: int, previous: int, sample: torch.Tensor, eta: float
@@ -191,10 +318,15 @@ class ExactDDPMScheduler(DDPMScheduler):
         """Take one ancestral step with the signature of diffusers, so that stock pipelines can use this scheduler."""
         t = int(timestep)
         mean, deviation = self.posterior(model_output, t, int(self.previous_timestep(t)), sample)
-        if deviation > 0:
+        if adds_noise(deviation):
             noise = randn_tensor(sample.shape, generator=generator, device=sample.device, dtype=sample.dtype)
             mean = mean + deviation * noise
         return DDPMSchedulerOutput(prev_sample=mean) if return_dict else (mean,)
+
+
+def adds_noise(deviation: torch.Tensor | float) -> bool:
+    """Tell whether a step has noise; a learned deviation is above zero, and is not looked at on its device."""
+    return isinstance(deviation, torch.Tensor) or deviation > 0
 
 
 def build_scheduler(
@@ -205,7 +337,10 @@ def build_scheduler(
     beta_start: float = BETA_START,
     beta_end: float = BETA_END,
 ) -> ExactDDPMScheduler:
-    """Build the paper's diffusion by default. Schedules that diffusers does not know travel as a list of betas."""
+    """Build the paper's diffusion by default. Schedules that diffusers does not know travel as a list of betas.
+
+    No x_0 is clipped where the mean is predicted: the paper's code takes it as it is.
+    """
     if beta_schedule in DIFFUSERS_NAMES or beta_schedule in DIFFUSERS_NAMES.values():
         schedule = {"beta_schedule": DIFFUSERS_NAMES.get(beta_schedule, beta_schedule)}
     else:
@@ -214,6 +349,7 @@ def build_scheduler(
         num_train_timesteps=num_train_timesteps,
         variance_type=variance_type,
         prediction_type=prediction_type,
+        clip_sample=prediction_type != "mean",
         beta_start=beta_start,
         beta_end=beta_end,
         **schedule,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from common.randomness import derive_seed, generator_for, standard_normal
-from schedulers.ddpm import ExactDDPMScheduler
+from schedulers.ddpm import ExactDDPMScheduler, adds_noise
 
 NOISE_KEY = derive_seed("generation")
 
@@ -134,7 +134,7 @@ class ExactMethod(DenoisingMethod):
     """Steps over any sub-sequence, with coefficients in float64 that are rounded once, when they meet the sample."""
 
     # From output, t, an earlier timestep (-1: the image) and sample to mean and standard deviation of the sample there.
-    mean_and_deviation: Callable[[torch.Tensor, int, int, torch.Tensor], tuple[torch.Tensor, float]]
+    mean_and_deviation: Callable[[torch.Tensor, int, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | float]]
 
     def __init__(self, name: str, scheduler: ExactDDPMScheduler, num_inference_steps: int, skip_schedule: str):
         super().__init__(name, num_inference_steps)
@@ -149,14 +149,15 @@ class ExactMethod(DenoisingMethod):
     def step(self, model_output: torch.Tensor, number: int, sample: torch.Tensor, noise: StepNoise) -> torch.Tensor:
         previous = self.timesteps[number] if number < len(self.timesteps) else -1
         mean, deviation = self.mean_and_deviation(model_output, self.timesteps[number - 1], previous, sample)
-        return mean + deviation * noise() if deviation > 0 else mean
+        return mean + deviation * noise() if adds_noise(deviation) else mean
 
 
 class DDPM(ExactMethod):
     """Ancestral steps (Ho et al. 2020, algorithm 2).
 
     beta_t is a good variance between neighbours only: over 100 longer steps, where it is that of the sub-sequence, it
-    gives an FID of 46.5 on CIFAR-10 where the posterior's gives 11.2 (as published by xyfJASON).
+    gives an FID of 46.5 on CIFAR-10 where the posterior's gives 11.2 (as published by xyfJASON). A learned variance is
+    used if there is one; "learned" is that of one step of the diffusion, and says nothing of longer ones.
     """
 
     adds_noise = True
@@ -170,6 +171,9 @@ class DDPM(ExactMethod):
     ):
         super().__init__("ddpm", scheduler, num_inference_steps, skip_schedule)
         skips_timesteps = len(self.timesteps) < len(scheduler.betas)
+        learned = scheduler.config.variance_type if scheduler.learns_variance else None
+        if variance_type is None and learned and not (skips_timesteps and learned == "learned"):
+            variance_type = learned
         variance_type = variance_type or ("fixed_small" if skips_timesteps else "fixed_large")
         self.scheduler = with_variance(scheduler.config, variance_type)
         self.mean_and_deviation = self.scheduler.posterior
@@ -209,11 +213,14 @@ class DiffusersMethod(DenoisingMethod):
     def __init__(self, scheduler: ExactDDPMScheduler, name: str, num_inference_steps: int):
         super().__init__(name, num_inference_steps)
         classes = {compatible.__name__: compatible for compatible in scheduler.compatibles}
+        if scheduler.config.prediction_type == "mean":
+            raise UnusableScheduler("cannot be used: diffusers knows no prediction of the mean; use --ddpm or --ddim")
         if name not in classes:
             raise UnusableScheduler(f"is not one that fits; use one of {', '.join(sorted(classes))}")
         try:
+            fixed = {"variance_type": "fixed_large"} if scheduler.learns_variance else {}
             self._scheduler = classes[name].from_config(
-                scheduler.config, beta_schedule="linear", trained_betas=scheduler.betas.tolist()
+                {**scheduler.config, **fixed}, beta_schedule="linear", trained_betas=scheduler.betas.tolist()
             )
             if not hasattr(self._scheduler, "alphas_cumprod"):
                 raise UnusableScheduler("has noise levels of its own, not those that the model was trained with")
@@ -238,7 +245,8 @@ class DiffusersMethod(DenoisingMethod):
     def step(self, model_output: torch.Tensor, number: int, sample: torch.Tensor, noise: StepNoise) -> torch.Tensor:
         drawing = {"generator": noise.generators()} if self._takes_generator and self.adds_noise else {}
         t = self._scheduler.timesteps[number - 1]
-        return self._scheduler.step(model_output, t, sample, **drawing).prev_sample
+        output = model_output[:, : sample.shape[1]]  # without a variance, which few of these schedulers use
+        return self._scheduler.step(output, t, sample, **drawing).prev_sample
 
     def _try_all_steps(self) -> None:
         """Denoise a few numbers: an image must be the same alone and among others, and know its own noise."""

@@ -36,7 +36,7 @@ from schedulers.adaptive_samplers import (
     LossSecondMoment,
     MarginalReturn,
 )
-from schedulers.ddpm import ExactDDPMScheduler, prediction_of, signal_to_noise
+from schedulers.ddpm import ExactDDPMScheduler, prediction_of
 from schedulers.timestep_samplers import (
     EDM,
     BetaTimesteps,
@@ -84,6 +84,7 @@ ConditionInputs = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
 # Steps until a sampler observes its losses: with two the device has the next step to work on while the host waits.
 DELAY = 2
+SHARE_OF_BOUND = 0.001  # of L_vlb in L_hybrid
 BATCHES_TRIED, IMAGES_TRIED = 8, 128  # of a sampler of the user's, before a run with it
 PENDING = "on_their_way."  # begins the names of losses in a checkpoint that the sampler has not observed yet
 
@@ -107,9 +108,11 @@ class DiffusionLoss:
         weights: torch.Tensor,
         error: PixelLoss = LOSSES["l2"],
         perturbation: float = 0.0,
+        is_bound: bool = False,
     ):
         self.process, self.sampler, self.error, self.perturbation = process, sampler, error, perturbation
         self.weights = weights  # of the loss, at every t
+        self.is_bound = is_bound  # where the variance is learned: L instead of L_hybrid
         self.sampler_seconds = 0.0  # that this process has spent on the sampler
         self._pending: deque[tuple[int, torch.Tensor, PendingCopy]] = deque()
 
@@ -128,7 +131,21 @@ class DiffusionLoss:
         inputs = {name: self._to_device(value) for name, value in self.inputs(batch.condition).items()}
         output = network(x_t, t, **inputs).sample.float()
         target = self.process.target(x_0, epsilon, t)
-        return self.error(output, target).flatten(1).mean(1)
+        errors = self.error(output[:, : x_0.shape[1]], target).flatten(1).mean(1)
+        return self._with_variance(errors, output, x_0, x_t, t) if self.process.learns_variance else errors
+
+    def _with_variance(
+        self, errors: torch.Tensor, output: torch.Tensor, x_0: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor
+    ) -> torch.Tensor:
+        """Return of every image L_hybrid = L_simple + 0.001 L_vlb (Nichol & Dhariwal 2021, eq. 16), or its term of L.
+
+        L_vlb is T times the term at t. In L_hybrid it trains the variance alone.
+        """
+        if self.is_bound:
+            return self.process.bound(output, x_0, x_t, t)
+        prediction, values = output.chunk(2, dim=1)
+        frozen = torch.cat([prediction.detach(), values], dim=1)
+        return errors + SHARE_OF_BOUND * len(self.weights) * self.process.bound(frozen, x_0, x_t, t)
 
     def _perturbed(self, epsilon: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return epsilon + gamma epsilon', of which x_t is made while epsilon stays the target (Ning et al. 2023)."""
@@ -272,9 +289,21 @@ def build_loss(options: dict[str, object], process: ExactDDPMScheduler) -> Diffu
     sampler, weights = build_sampler(options, process.alphas_cumprod), build_weighting(options, process)
     if sampler.needs_squared_errors and options["loss"] != "l2":
         raise UserError(f"--loss {options['loss']}: {options['timestep_sampler']} learns from squared errors, of l2")
+    weighting, is_bound = options["loss_weighting"], options["loss_weighting"] == "bound"
+    if is_bound and options["loss"] != "l2":
+        raise UserError(f"--loss {options['loss']}: --loss_weighting bound counts squared errors, of l2")
+    if process.learns_variance:
+        flag = f"with --variance_type {process.config.variance_type}"
+        if weighting not in ("none", "bound"):
+            raise UserError(f"--loss_weighting {weighting}: {flag} it must be none, for L_hybrid, or bound, for L")
+        if sampler.needs_squared_errors or sampler.overrides("before_update", "after_update"):
+            raise UserError(
+                f"--timestep_sampler {options['timestep_sampler']}: learns from squared errors, and {flag} the loss is "
+                f"more than that"
+            )
     error_ratio = prediction_of(process.config.prediction_type).error_ratio
-    sampler.x_0_weights = weights.double() * error_ratio(signal_to_noise(process.alphas_cumprod))
-    return DiffusionLoss(process, sampler, weights, LOSSES[options["loss"]], options["input_perturbation"])
+    sampler.x_0_weights = weights.double() * error_ratio(process.alphas_cumprod)
+    return DiffusionLoss(process, sampler, weights, LOSSES[options["loss"]], options["input_perturbation"], is_bound)
 
 
 def build_sampler(options: dict[str, object], alphas_cumprod: torch.Tensor) -> TimestepSampler:
@@ -330,6 +359,8 @@ def build_weighting(options: dict[str, object], process: ExactDDPMScheduler) -> 
 def options_of(options: dict[str, object], name: str, function: Callable) -> dict[str, object]:
     """Pick the arguments of a sampler or weighting that are options of a run: `edm_mean` is the `mean` of `edm`."""
     names = {argument: f"{name}_{argument.rstrip('_')}" for argument in inspect.signature(function).parameters}
+    if "variance_type" in names:
+        names["variance_type"] = "variance_type"
     return {argument: options[option] for argument, option in names.items() if option in options}
 
 

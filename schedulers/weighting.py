@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from schedulers.ddpm import signal_to_noise, weight_of_prediction
+from schedulers.ddpm import LEARNED_VARIANCES, ExactDDPMScheduler, signal_to_noise, weight_of_prediction
 from schedulers.timestep_samplers import LogSNRBins, speed_tau
 
 
@@ -21,10 +21,26 @@ def none(alphas_cumprod: torch.Tensor, prediction_type: str) -> torch.Tensor:
     return torch.ones_like(alphas_cumprod)
 
 
+def bound(alphas_cumprod: torch.Tensor, prediction_type: str, variance_type: str = "fixed_large") -> torch.Tensor:
+    """1 / (2 sigma_t^2) on the error of mu-tilde: the variational bound L (Ho et al. 2020, eq. 8).
+
+    As in the paper's code the mean over t is L / T in bits per dimension, here up to what no network changes. At t = 0
+    the Gaussian's density stands for the decoder's integral (section 3.4). With a learned variance the loss itself is
+    L, and every t counts 1.
+    """
+    if variance_type in LEARNED_VARIANCES:
+        return torch.ones_like(alphas_cumprod)
+    if len(alphas_cumprod) < 2:
+        raise ValueError("needs at least two timesteps (--ddpm_num_steps)")
+    betas = 1 - alphas_cumprod / torch.cat([torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]])
+    known = {"trained_betas": betas.tolist(), "variance_type": variance_type, "prediction_type": prediction_type}
+    return ExactDDPMScheduler(len(betas), **known).divergence_weights()
+
+
 def min_snr(alphas_cumprod: torch.Tensor, prediction_type: str, gamma: float = 5.0) -> torch.Tensor:
     """min(SNR, gamma) on the error of x_0 (Hang et al. 2023, section 3.4)."""
     snr = signal_to_noise(alphas_cumprod)
-    return weight_of_prediction(snr.clamp(max=gamma), snr, prediction_type)
+    return weight_of_prediction(snr.clamp(max=gamma), alphas_cumprod, prediction_type)
 
 
 def soft_min_snr(alphas_cumprod: torch.Tensor, prediction_type: str, gamma: float = 4.0) -> torch.Tensor:
@@ -33,13 +49,13 @@ def soft_min_snr(alphas_cumprod: torch.Tensor, prediction_type: str, gamma: floa
     There it is 1 / (sigma^2 + 1 / gamma) with gamma = 1 / sigma_data^2 = 4.
     """
     snr = signal_to_noise(alphas_cumprod)
-    return weight_of_prediction(snr * gamma / (snr + gamma), snr, prediction_type)
+    return weight_of_prediction(snr * gamma / (snr + gamma), alphas_cumprod, prediction_type)
 
 
 def p2(alphas_cumprod: torch.Tensor, prediction_type: str, gamma: float = 1.0, k: float = 1.0) -> torch.Tensor:
     """1 / (k + SNR)^gamma on the error of epsilon (Choi et al. 2022, eq. 8)."""
     snr = signal_to_noise(alphas_cumprod)
-    return weight_of_prediction(snr / (k + snr) ** gamma, snr, prediction_type)
+    return weight_of_prediction(snr / (k + snr) ** gamma, alphas_cumprod, prediction_type)
 
 
 def edm(
@@ -52,7 +68,8 @@ def edm(
     """
     snr = signal_to_noise(alphas_cumprod)
     weight = snr + 1 / sigma_data**2
-    return weight_of_prediction(weight if cap is None else torch.minimum(weight, cap * snr), snr, prediction_type)
+    weight = weight if cap is None else torch.minimum(weight, cap * snr)
+    return weight_of_prediction(weight, alphas_cumprod, prediction_type)
 
 
 def sigmoid(alphas_cumprod: torch.Tensor, prediction_type: str, k: float = 2.0) -> torch.Tensor:
@@ -63,7 +80,7 @@ def sigmoid(alphas_cumprod: torch.Tensor, prediction_type: str, k: float = 2.0) 
     bins = LogSNRBins(alphas_cumprod)
     weight = (k - bins.log_snr).sigmoid() * bins.widths
     snr = signal_to_noise(alphas_cumprod)
-    return weight_of_prediction(snr * weight / weight.mean(), snr, prediction_type)
+    return weight_of_prediction(snr * weight / weight.mean(), alphas_cumprod, prediction_type)
 
 
 def speed(
@@ -83,6 +100,7 @@ def speed(
 
 LOSS_WEIGHTINGS: dict[str, Callable[..., torch.Tensor]] = {
     "none": none,
+    "bound": bound,
     "min_snr": min_snr,
     "soft_min_snr": soft_min_snr,
     "p2": p2,

@@ -422,6 +422,11 @@ family("conflicts", "train_unconditional.py {tiny} --output_dir=out", """
     --timestep_sampler_options width=3          :: timestep_sampler_options
     --timestep_sampler=speed --stratified --timestep_sampler_options a=1 :: timestep_sampler_options
     --timestep_sampler=ats --stratified         :: stratified
+    --loss_weighting=bound --loss=l1            :: loss l1 & bound
+    --variance_type=learned --loss_weighting=p2 :: loss_weighting p2 & variance_type learned
+    --variance_type=learned_range --timestep_sampler=infonoise :: infonoise & squared errors
+    --variance_type=learned_range --timestep_sampler=ats :: ats & squared errors
+    --variance_type=learned --ddpm_num_steps=1 --ddpm_num_inference_steps=1 :: variance_type & two timesteps
 """)
 family("idle options", "train_unconditional.py {tiny} --max_train_steps=1 --output_dir=out", """
     --ema_power=0.5                             :: ema_power & ema_warmup
@@ -637,6 +642,7 @@ family("run folder", AGAIN, """
     --resolution=16 --max_train_steps=6         :: resolution & 8 & 16
     --ddpm_num_steps=100 --max_train_steps=6    :: ddpm_num_steps
     --prediction_type=sample --max_train_steps=6 :: prediction_type
+    --variance_type=learned_range --max_train_steps=6 :: variance_type
     --no_use_ema --max_train_steps=6            :: use_ema
     --max_train_samples=20 --max_train_steps=6  :: images
     --ddpm_beta_schedule=cosine --max_train_steps=6 :: ddpm_beta_schedule

@@ -182,7 +182,7 @@ def test_saved_configuration_repeats_the_run(tmp_path):
     assert as_yaml(repeated) == (tmp_path / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda file: file.name)
 def test_every_config_parses(file):
     parse = parse_conditional_config if "condition" in yaml.safe_load(file.read_text()) else parse_config
     parse([f"--config={file}"])

@@ -10,7 +10,7 @@ from conftest import losses_of, metrics_of
 from common.errors import UserError
 from common.randomness import derive_seed, standard_normal
 from image_data.batches import Batch
-from schedulers.ddpm import PREDICTIONS, Prediction, build_scheduler, prediction_of
+from schedulers.ddpm import PREDICTIONS, Prediction, build_scheduler, prediction_of, signal_to_noise
 from schedulers.loss import LOSSES, DiffusionLoss, build_loss
 from schedulers.timestep_samplers import Uniform
 
@@ -135,9 +135,9 @@ def test_a_new_prediction_type_is_one_entry(monkeypatch):
     """Minus epsilon: the same errors of a network that says the opposite."""
     opposite = Prediction(
         "$-\\epsilon$",
-        target=lambda x_0, epsilon, signal, spread: -epsilon,
-        x_0=lambda output, x_t, signal, spread: (x_t + spread * output) / signal,
-        error_ratio=lambda snr: snr,
+        target=lambda x_0, epsilon, at: -epsilon,
+        x_0=lambda output, x_t, at: (x_t + at.spread * output) / at.signal,
+        error_ratio=signal_to_noise,
     )
     monkeypatch.setitem(PREDICTIONS, "minus_epsilon", opposite)
     t = torch.tensor([0, 10, 500, 999])

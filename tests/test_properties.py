@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from common.options import Facts, facts_of
 from run_folder.config import TrainingConfig, parse_config
+from schedulers.ddpm import LEARNED_VARIANCES
 from schedulers.loss import TIMESTEP_SAMPLERS
 from schedulers.weighting import LOSS_WEIGHTINGS
 
@@ -51,7 +52,7 @@ ORDINARY = {
     "adam_epsilon": st.floats(1e-12, 1e-2),
     "max_grad_norm": st.floats(1e-3, 100),
     "seed": st.integers(0, 2**31),
-    "max_train_samples": st.integers(1, 100),
+    "max_train_samples": st.integers(32, 100),
     "channels": st.sampled_from(["auto", "1"]),
     "in_memory_limit_gb": st.sampled_from([0.0, 8.0]),
     "center_crop": st.booleans(),
@@ -95,6 +96,10 @@ def configurations(draw: st.DrawFn) -> dict[str, object]:
     values = {name: draw(options[name]) for name in sorted(chosen)}
     if warmup and use_ema:
         values["ema_warmup"] = True
+    if weighting == "bound":
+        values.pop("loss", None)
+    if weighting not in ("none", "bound") or sampler == "ats" or TIMESTEP_SAMPLERS[sampler].needs_squared_errors:
+        values |= {"variance_type": "fixed_small"} if values.get("variance_type") in LEARNED_VARIANCES else {}
     if sampler not in ("ats", "stratified") and draw(st.booleans()):
         values["stratified"] = True
     if values.get("ats_features", 0) > values.get("ats_grid", FACTS["ats_grid"].default):

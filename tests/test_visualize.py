@@ -19,7 +19,7 @@ from image_data.grid import CAPTION_HEIGHT
 from run_folder.checkpoints import write_files
 from run_folder.config import as_yaml, parse_config
 from schedulers.betas import make_betas
-from schedulers.ddpm import build_scheduler
+from schedulers.ddpm import PREDICTIONS, build_scheduler
 from schedulers.loss import TIMESTEP_SAMPLERS
 from schedulers.timestep_samplers import LogSNRBins, Uniform
 from schedulers.weighting import LOSS_WEIGHTINGS
@@ -249,7 +249,7 @@ def test_few_timesteps(tmp_path, monkeypatch, capsys):
 def test_every_weighting_is_drawn(tmp_path, drawn):
     diffusion.draw_weightings(SCHEDULES, tmp_path / "weights.png")
     (figure,) = drawn
-    assert len(figure.axes) == len(SCHEDULES) * 3
+    assert len(figure.axes) == len(SCHEDULES) * len(PREDICTIONS)
     epsilon = curves(figure.axes[0])
     assert list(epsilon) == list(LOSS_WEIGHTINGS)
     a_t = SCHEDULES["linear"].alphas_cumprod.numpy()

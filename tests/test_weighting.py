@@ -9,7 +9,7 @@ from schedulers.ddpm import build_scheduler
 from schedulers.weighting import LOSS_WEIGHTINGS, weighting_table
 
 T = 1000
-PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
+PREDICTION_TYPES = ("epsilon", "sample", "v_prediction", "mean")
 SCHEDULES = ("linear", "cosine")
 A = {schedule: build_scheduler(schedule).alphas_cumprod.numpy() for schedule in SCHEDULES}
 
@@ -24,10 +24,20 @@ def closed_forms(a: np.ndarray) -> dict[tuple[str, str], np.ndarray]:
     range_of_t[[0, -1]] /= 2  # the ends have half a cell
     sigmoid = range_of_t / (1 + snr * np.exp(-2))
     sigmoid /= sigmoid.mean()
+    before = np.append(1, a[:-1])
+    alphas, betas = a / before, 1 - a / before
+    variance = np.append((1 - before[1]) / (1 - a[1]) * betas[1], betas[1:])  # fixed_large, with that of t = 1 at 0
+    on_mean = 1 / (2 * np.log(2) * variance)  # Ho et al. 2020, eq. 8
     return {
+        ("bound", "mean"): on_mean,
+        ("bound", "epsilon"): on_mean * betas**2 / (alphas * (1 - a)),  # eq. 12
+        ("bound", "sample"): on_mean * before * (betas / (1 - a)) ** 2,
+        ("bound", "v_prediction"): on_mean * before * betas**2 / (1 - a),
+        ("min_snr", "mean"): np.minimum(snr, 5) * (1 - a) ** 2 / (before * betas**2),
         ("none", "epsilon"): np.ones(T),
         ("none", "sample"): np.ones(T),
         ("none", "v_prediction"): np.ones(T),
+        ("none", "mean"): np.ones(T),
         ("min_snr", "epsilon"): np.minimum(snr, 5) / snr,
         ("min_snr", "v_prediction"): np.minimum(snr, 5) / (snr + 1),
         ("min_snr", "sample"): np.minimum(snr, 5),
@@ -85,7 +95,7 @@ def test_options():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["min_snr", "soft_min_snr", "p2", "edm", "sigmoid"])
+@pytest.mark.parametrize("name", ["bound", "min_snr", "soft_min_snr", "p2", "edm", "sigmoid"])
 def test_one_weighting_is_one_objective_whatever_is_predicted(name, schedule):
     """A network that sees one x_0 in x_t has the same weighted loss, however it says so."""
     images, noise = (torch.randn(T, 1, 2, 2, generator=generator_for(name), dtype=torch.float64) for name in "ab")
@@ -93,10 +103,13 @@ def test_one_weighting_is_one_objective_whatever_is_predicted(name, schedule):
     a = build_scheduler(schedule).alphas_cumprod[:, None, None, None]
     noisy = a.sqrt() * images + (1 - a).sqrt() * noise
     heard = (noisy - a.sqrt() * seen) / (1 - a).sqrt()
+    before = torch.cat([torch.ones_like(a[:1]), a[:-1]])
+    of_original = before.sqrt() * (1 - a / before) / (1 - a)  # eq. 7
     errors = {
         "sample": seen - images,
         "epsilon": heard - noise,
         "v_prediction": (a.sqrt() * heard - (1 - a).sqrt() * seen) - (a.sqrt() * noise - (1 - a).sqrt() * images),
+        "mean": of_original * (seen - images),
     }
     losses = [
         weighting_table(name, a.flatten(), prediction_type) * error.square().flatten(1).mean(1)
@@ -106,7 +119,7 @@ def test_one_weighting_is_one_objective_whatever_is_predicted(name, schedule):
         torch.testing.assert_close(losses[0], other, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("prediction_type", ["sample", "v_prediction"])
+@pytest.mark.parametrize("prediction_type", ["sample", "v_prediction", "mean"])
 def test_what_a_paper_does_not_define_is_refused(prediction_type):
     with pytest.raises(ValueError, match=f"epsilon prediction alone, not for {prediction_type}"):
         weighting_table("speed", build_scheduler().alphas_cumprod, prediction_type)
@@ -124,7 +137,10 @@ def test_divergence_weights_give_the_kl_of_the_step_back(prediction_type, varian
         at = torch.tensor([t])
         signal, spread = scheduler.alphas_cumprod[t].sqrt(), (1 - scheduler.alphas_cumprod[t]).sqrt()
         noisy = signal * images + spread * noise
-        target = {"epsilon": noise, "sample": images, "v_prediction": signal * noise - spread * images}[prediction_type]
+        target = {"epsilon": noise, "sample": images, "v_prediction": signal * noise - spread * images}
+        alpha, a_s = scheduler.alphas[t], scheduler.alphas_cumprod[t - 1] if t else 1
+        target["mean"] = (a_s**0.5 * (1 - alpha) * images + alpha.sqrt() * (1 - a_s) * noisy) / spread**2
+        target = target[prediction_type]
         true_mean, _ = scheduler.posterior(target, t, t - 1, noisy)
         kl, loss = [], []
         for error in (0.1, 0.3):

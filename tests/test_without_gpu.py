@@ -136,6 +136,26 @@ def test_a_denoising_step_waits_for_nothing(method, on_gpu):
             assert chosen.step(output, number, noise(), noise).device == CUDA
 
 
+@pytest.mark.parametrize("flags", [[], ["--loss_weighting=bound"], ["--prediction_type=mean"]], ids=str)
+def test_a_learned_variance_waits_for_nothing(flags, step, monkeypatch):
+    config = parse_config(["--dataset_name=digits", "--variance_type=learned_range", *flags])
+    loss = build_loss(vars(config), build_process(config))
+    loss.__dict__ = step.loss.__dict__ | loss.__dict__
+    process, step.loss = loss.process, loss
+    bounds = process._log_variances()  # made once, on the host
+    monkeypatch.setattr(process, "_log_variances", lambda: bounds)
+    with step.mode, CUDA:
+        step.unet = UNet2DModel.from_config(step.unet.config, out_channels=2)
+    with step.mode:
+        take(step, 0)
+        method = DDPM(process, 10)
+        method.scheduler.alphas_cumprod = method.scheduler.alphas_cumprod.numpy()
+        noise = StepNoise(torch.arange(4, device=CUDA), [0, 1, 2, 3], 1, (1, 8, 8))
+        with torch.no_grad():
+            output = network_predict(step.unet)(noise(), torch.zeros((), dtype=torch.int64, device=CUDA))
+            assert method.step(output, 1, noise(), noise).device == CUDA
+
+
 def test_grey_images_of_an_evaluation_can_be_pinned(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
     images = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)

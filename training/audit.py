@@ -14,8 +14,8 @@ from ema_pytorch import EMA
 
 from run_folder.config import PAPER_BATCH_SIZE, TimestepOptions, TrainingConfig, as_yaml
 from schedulers.betas import NAMES_OF_DIFFUSERS
-from schedulers.ddpm import ExactDDPMScheduler
-from schedulers.loss import DiffusionLoss
+from schedulers.ddpm import LEARNED_VARIANCES, ExactDDPMScheduler
+from schedulers.loss import SHARE_OF_BOUND, DiffusionLoss
 from training.network import PAPER_ARITHMETIC, PAPER_CIFAR10, PAPER_CIFAR10_PARAMETERS, Network, describe_initialization
 
 if TYPE_CHECKING:
@@ -105,8 +105,10 @@ def describe_choice(config: TrainingConfig, name: str, stratified: bool = False)
 
 
 def describe_loss(config: TrainingConfig) -> str:
-    perturbation = config.input_perturbation
-    return f"{config.loss}, input perturbed by {perturbation:g}" if perturbation else config.loss
+    perturbation, loss = config.input_perturbation, config.loss
+    if config.variance_type in LEARNED_VARIANCES:
+        loss = "L, with the variance" if config.loss_weighting == "bound" else f"{loss} + {SHARE_OF_BOUND} L_vlb"
+    return f"{loss}, input perturbed by {perturbation:g}" if perturbation else loss
 
 
 def describe_ema(ema: EMA | None) -> str:
@@ -183,7 +185,9 @@ def log_objective(config: TrainingConfig, loss: DiffusionLoss, draws: int) -> No
             f"[sampler] draws t in {ranges(drawn)}, each with a probability of at least {density[drawn].min():.3g}; "
             f"never: {ranges(~drawn) or 'none'}"
         )
-    if config.loss_weighting != "none":
+    if loss.process.learns_variance:
+        logger.info(f"[loss] {describe_loss(config)}: {changed}")
+    elif config.loss_weighting != "none":
         logger.info(
             f"[weights] {config.loss_weighting}: {changed}; losses are weighted by "
             f"{weights.min():.3g} (t = {weights.argmin()}) to {weights.max():.3g} (t = {weights.argmax()})"

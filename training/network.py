@@ -13,6 +13,7 @@ from torch import nn
 from common.errors import UserError, reason_of_hub, user_errors
 from common.files import check_layers
 from run_folder.config import TrainingConfig
+from schedulers.ddpm import LEARNED_VARIANCES
 
 Network = UNet2DModel | UNet2DConditionModel
 # {"num_class_embeds": n} for a class, which is added to the timestep's embedding, {"cross_attention_dim": n} for text.
@@ -93,15 +94,19 @@ def build_unet(
     dropout: float = 0.1,
     generator: torch.Generator | None = None,
     condition: Conditioning = None,
+    out_channels: int | None = None,
 ) -> Network:
-    """Build the paper's network for a size of image; at 32 pixels and 3 channels it is that of CIFAR-10."""
+    """Build the paper's network for a size of image; at 32 pixels and 3 channels it is that of CIFAR-10.
+
+    With a learned variance it has more channels out than in.
+    """
     block_out_channels, attention = network_shape(resolution)
     levels = range(len(block_out_channels))
     settings = {
         **PAPER_ARITHMETIC,
         "sample_size": resolution,
         "in_channels": channels,
-        "out_channels": channels,
+        "out_channels": out_channels or channels,
         "block_out_channels": block_out_channels,
         "down_block_types": tuple("AttnDownBlock2D" if level == attention else "DownBlock2D" for level in levels),
         "up_block_types": tuple("AttnUpBlock2D" if level == attention else "UpBlock2D" for level in reversed(levels)),
@@ -178,11 +183,13 @@ def build_training_unet(
     config: TrainingConfig, channels: int, generator: torch.Generator, condition: Conditioning = None
 ) -> Network:
     """Build the network that a run's configuration asks for, initialised as in the paper."""
-    described = config.model_config_name_or_path
-    if described is None:
-        unet = build_unet(config.resolution, channels, config.dropout, generator, condition)
+    out_channels = 2 * channels if config.variance_type in LEARNED_VARIANCES else channels
+    if config.model_config_name_or_path is None:
+        unet = build_unet(config.resolution, channels, config.dropout, generator, condition, out_channels)
     else:
         unet = load_described_network(config, channels, condition)
+        if unet.config.out_channels != out_channels:
+            unet = type(unet).from_config(unet.config, out_channels=out_channels)
         initialize_like_paper(unet, generator)
     if config.gradient_checkpointing:
         unet.enable_gradient_checkpointing()
@@ -216,7 +223,8 @@ def load_described_network(config: TrainingConfig, channels: int, condition: Con
     """Load the network that the configuration names; raise if its images have other channels."""
     described = config.model_config_name_or_path
     unet = load_network(described, config.resolution, condition)
-    if (unet.config.in_channels, unet.config.out_channels) != (channels, channels):
+    outputs = (channels, 2 * channels) if config.variance_type in LEARNED_VARIANCES else (channels,)
+    if unet.config.in_channels != channels or unet.config.out_channels not in outputs:
         raise UserError(
             f"--model_config_name_or_path {described}: the network has {unet.config.in_channels} channels in and "
             f"{unet.config.out_channels} out, but the images have {channels}; change the file or --channels"

@@ -20,7 +20,10 @@ BATCHES, BATCH_SIZE = 800, 128  # about 100,000 timesteps, drawn as a run draws 
 BARS = 50
 TIMESTEP = "timestep $t$"
 VISIBLE_WEIGHTS = (1e-4, 1e3)  # some reach 1e-9 or 1e9 where an image begins or ends, which would squeeze the rest
-PREDICTIONS = {"epsilon": r"error of $\epsilon$", "v_prediction": "error of $v$", "sample": "error of $x_0$"}
+PREDICTIONS = {
+    "epsilon": r"error of $\epsilon$", "v_prediction": "error of $v$", "sample": "error of $x_0$",
+    "mean": r"error of $\tilde\mu$",
+}  # fmt: skip
 
 
 def draw_betas(schedulers: dict[str, ExactDDPMScheduler], path: Path) -> Path:

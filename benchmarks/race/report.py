@@ -195,6 +195,8 @@ def as_table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
 
 def target_lines(table: Table) -> list[str]:
     race, curves = table.race, table.curves()
+    if len(race.times(table.measurement, Entry(race.baseline, race.seeds[0]))) == 1:
+        return ["Made once in a run: a single point has no time to a target."]
     speeds = [table.speeds(share) for share in SHARES]
     if not speeds[-1]:
         return [f"No run of {race.baseline} has been measured to its end yet."]
