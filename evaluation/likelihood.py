@@ -192,7 +192,7 @@ class Likelihood:
         else:
             raise UserError(f"--nll: {self.models[0].name} is not a run; name its images with --dataset_name")
         there = splits_of(data)
-        splits = [options.split] if options.split else [split for split in SPLITS if split in there]
+        splits = options.split or [split for split in SPLITS if split in there]
         if not splits:
             raise UserError(f"--nll: choose one of the splits with --split: {', '.join(there)}")
         if not options.split and len(splits) < len(SPLITS):

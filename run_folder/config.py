@@ -334,6 +334,17 @@ class OutputOptions:
         3, "How many of the newest checkpoints to keep, in addition to those of --keep_every.", POSITIVE
     )
     keep_every: int | None = option(None, "Never delete a checkpoint whose step is a multiple of this.", POSITIVE)
+    evaluate_every: int | None = option(
+        None,
+        "Measure the checkpoint with evaluate.py every so many steps and at the end, on all devices of the training, "
+        "which waits; the time does not count. A multiple of checkpointing_steps.",
+        POSITIVE,
+    )
+    evaluate_options: list[str] = option(
+        ["num_images=5000", "ddim", "keep_best=fid"],
+        "Options of evaluate.py for --evaluate_every; keep_best keeps the best checkpoint in output_dir/best.",
+        only_with="evaluate_every",
+    )
     save_images_steps: int = option(5000, "Steps between sample grids; there is always one at the end.", POSITIVE)
     save_images_epochs: int | None = option(
         None, "Epochs between sample grids, instead of save_images_steps.", POSITIVE, instead_of="save_images_steps"
@@ -494,6 +505,14 @@ def validate(config: TrainingConfig) -> None:
             f"{config.ddpm_num_steps} steps of the diffusion (--ddpm_num_steps)"
         )
     check_timestep_sampler(config)
+    if config.evaluate_every is not None and config.evaluate_every % config.checkpointing_steps:
+        raise UserError(
+            f"--evaluate_every {config.evaluate_every}: checkpoints are measured, so it must be a multiple of "
+            f"--checkpointing_steps {config.checkpointing_steps}"
+        )
+    for entry in config.evaluate_options:
+        if not re.match(r"[A-Za-z]\w*(=|$)", entry):
+            raise UserError(f"--evaluate_options {entry}: must look like num_images=1000, without hyphens")
     curves = Path(config.logging_dir)
     if curves.is_absolute() or ".." in curves.parts or not curves.parts:
         raise UserError(f"--logging_dir {config.logging_dir}: must name a folder inside --output_dir, such as logs")

@@ -255,19 +255,19 @@ def _checkpoints_at(run: Path, steps: list[str], weights: str | None) -> list[Sa
 def _valid(folders: Iterable[Path], weights: str | None) -> Iterator[SavedModel]:
     for folder in folders:
         try:
-            yield _read_checkpoint(folder, weights)
+            yield read_checkpoint(folder, weights)
         except InvalidCheckpoint as error:
             logger.warning("%s is left out: %s", folder, error)
 
 
 def _named_checkpoint(folder: Path, weights: str | None, flag: str) -> SavedModel:
     try:
-        return _read_checkpoint(folder, weights)
+        return read_checkpoint(folder, weights)
     except InvalidCheckpoint as error:
         raise UserError(f"{flag}: {folder} is not a valid checkpoint: {error}") from error
 
 
-def _read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
+def read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
     """Return the model of a checkpoint, whose files that are needed are verified."""
     from schedulers.betas import BETA_END, BETA_START
     from schedulers.ddpm import build_scheduler
