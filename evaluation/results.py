@@ -230,13 +230,16 @@ def describe_rows(rows: list[Row], count: int) -> str:
         if (column.endswith(f"@{count}") and SPREAD not in column) or not metric_of(column).of_samples
     ]
     rows = [row for row in without_parts(rows) if row["num_images"] == count]
-    shown = [{**row, "guidance": guidance_scale_of(row)} for row in rows]
+    shown = [
+        {**row, "guidance": guidance_scale_of(row), "reference": row["reference"].partition(",")[0]} for row in rows
+    ]
     for row in filter(is_repeated, shown):
         for column in columns:
             if (spread := row.get(column.replace("@", SPREAD))) is not None:
                 row[column] = f"{row[column]:.5g} +- {spread:.2g}"
     guidance = ["guidance"] if any(row["guidance"] is not None for row in shown) else []
-    header = ["step", "train_seconds", "weights", "sampler", "steps", *guidance, *columns]
+    reference = ["reference"] if len({row["reference"] for row in rows}) > 1 else []
+    header = ["step", "train_seconds", "weights", "sampler", "steps", *guidance, *reference, *columns]
     table = as_text([[*map(marked, header)], *([_cell(row.get(name)) for name in header] for row in shown)])
     return f"{table}\n{FOOTNOTE}" if any(map(is_of_few_images, columns)) else table
 

@@ -119,7 +119,10 @@ class SavedModel:
                 raise ValueError(f"num_train_timesteps {steps}: must be {NUM_STEPS.wanted}")
             if self.scheduler_config.get("rescale_betas_zero_snr"):
                 raise ValueError("its betas are rescaled (rescale_betas_zero_snr), which no sampler here takes")
-            return ExactDDPMScheduler.from_config({**self.scheduler_config, "variance_type": "fixed_large"})
+            scheduler = ExactDDPMScheduler.from_config({**self.scheduler_config, "variance_type": "fixed_large"})
+            if scheduler.ends_without_signal and scheduler.config.prediction_type == "epsilon":
+                raise ValueError("its last x_t is noise alone, in which a network that predicts epsilon sees no x_0")
+            return scheduler
 
     def load(self, device: torch.device) -> torch.nn.Module:
         """Load the network, ready for inference."""

@@ -88,12 +88,20 @@ class ExactDDPMScheduler(DDPMScheduler):
         else:
             own = ("beta_schedule", "num_train_timesteps", "beta_start", "beta_end")
             self.betas = make_betas(*(self.config[name] for name in own))
-        if len(self.betas) != self.config.num_train_timesteps or not ((self.betas > 0) & (self.betas < 1)).all():
-            raise ValueError(f"it needs {self.config.num_train_timesteps} betas, each above 0 and below 1")
+        steps = self.config.num_train_timesteps
+        # The last may be 1, as it is in jsd.
+        below_one = (self.betas < 1).all() or (steps > 1 and self.betas[-1] == 1 and (self.betas[:-1] < 1).all())
+        if len(self.betas) != steps or not (self.betas > 0).all() or not below_one:
+            raise ValueError(f"it needs {steps} betas, each above 0 and below 1; of several the last may be 1")
         prediction_of(self.config.prediction_type)
         self.alphas = 1 - self.betas
         self.alphas_cumprod = self.alphas.cumprod(0)
         self._rounded: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def ends_without_signal(self) -> bool:
+        """Tell whether the last x_t is noise alone, of which epsilon says nothing about x_0 (Lin et al. 2024)."""
+        return self.alphas_cumprod[-1].item() == 0
 
     def plain(self) -> DDPMScheduler:
         """Make the stock scheduler with the same configuration: what is saved in a run."""
