@@ -70,11 +70,13 @@ class RunOptions:
         "Measure a run while it is trained: wait for its checkpoints and measure each once as it appears, until the "
         "run is complete.",
     )
-    keep_best: str | None = option(
+    keep_best: Literal[
+        "fid", "sfid", "kid", "is", "fd", "kd", "precision", "recall", "density", "coverage", "condition_accuracy"
+    ] | None = option(
         None,
-        "Keep the best checkpoint by this metric, such as fid, kid or is, in the folder best of the run, where it is "
-        "never pruned.",
-    )
+        "Keep the best checkpoint by this metric in the folder best of the run, where it is never pruned; fd and kd "
+        "are the distances with --features other than inception.",
+    )  # fmt: skip
     weights: Literal["ema", "raw"] | None = option(
         None, "Use the moving average of the weights, or the raw weights (default: ema, if there is one)."
     )
@@ -250,6 +252,11 @@ def validate(options: EvaluationOptions) -> None:
         raise UserError(f"--split {' '.join(options.split)}: one of them is named twice")
     if options.save_statistics and len(options.split) > 1:
         raise UserError(f"--save_statistics saves the statistics of one --split, not of {' and '.join(options.split)}")
+    others = {"fid": "fd", "sfid": "fd", "kid": "kd", "is": "fd"}
+    others = {"fd": "fid", "kd": "kid"} if options.features == "inception" else others
+    if other := others.get(options.keep_best):
+        measured = f"is not measured with --features {options.features}; choose {other}"
+        raise UserError(f"--keep_best {options.keep_best}: {measured}")
     if options.keep_best and len(options.guidance_scales) > 1:
         scales = " ".join(f"{scale:g}" for scale in options.guidance_scales)
         raise UserError(f"--keep_best needs one guidance scale to judge by, not --guidance_scales {scales}")

@@ -423,11 +423,11 @@ family("conflicts", "train_unconditional.py {tiny} --output_dir=out", """
     --timestep_sampler=speed --stratified --timestep_sampler_options a=1 :: timestep_sampler_options
     --timestep_sampler=ats --stratified         :: stratified
     --evaluate_every=3                          :: evaluate_every 3 & multiple & checkpointing_steps
-    --evaluate_every=2 --evaluate_options=--ddim :: evaluate_options & hyphens
+    --evaluate_every=5000 --evaluate_options=--ddim :: evaluate_options & hyphens
     --ddpm_beta_schedule=jsd                    :: jsd & prediction_type epsilon
     --ddpm_beta_schedule=jsd --prediction_type=sample --beta_end=0.1 :: beta_end & jsd
     --clip_per_replica=4 --gradient_accumulation_steps=2 :: clip_per_replica 4 & gradient_accumulation_steps
-    --clip_per_replica=7                        :: 7 & total_batch_size
+    --clip_per_replica=7 --total_batch_size=128 :: 7 & total_batch_size
     --clip_per_replica=4 --mixed_precision=fp16 :: clip_per_replica & fp16
 """)
 family("idle options", "train_unconditional.py {tiny} --max_train_steps=1 --output_dir=out", """
@@ -504,7 +504,8 @@ family("idle options", EVALUATE, """
     --run_dir=run --split train train           :: split & twice
     --run_dir=class_run --keep_best=fd --guidance_scales 1 2 :: keep_best & guidance_scales
     --run_dir=run --keep_best=fid               :: keep_best & fd
-    --run_dir=run --keep_best=loss              :: keep_best & fd
+    --run_dir=run --keep_best=loss              :: keep_best|loss & fd
+    --run_dir=run --features=inception --keep_best=fd :: keep_best fd & fid
     --dataset_name=digits --resolution=8 --split train test --save_statistics=x.safetensors :: save_statistics & split
     --run_dir=run --ddpm --ddim                 :: choose one
     --save_statistics=x.safetensors --real=images :: resolution

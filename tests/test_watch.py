@@ -315,3 +315,17 @@ def test_the_best_is_kept_by_its_metric(run, tmp_path):
     (copy / "best").rename(copy / ".best.old")
     assert consider(four, "is@12", 0.5, steps=50) == 2
     assert not (copy / ".best.old").exists()
+
+
+def test_what_the_best_can_be_chosen_by():
+    from typing import get_args, get_type_hints
+
+    from evaluation.evaluate_options import RunOptions, parse_evaluation
+    from evaluation.metrics import METRICS
+
+    choices = get_args(get_args(get_type_hints(RunOptions)["keep_best"])[0])
+    assert set(choices) == {metric.name for metric in METRICS if metric.of_samples}
+    for features, metric, other in (("inception", "kd", "kid"), ("clip", "fid", "fd")):
+        flags = [f"--run_dir={ROOT}", f"--features={features}", f"--keep_best={metric}"]
+        with pytest.raises(UserError, match=f"--keep_best {metric}: is not measured with .*; choose {other}"):
+            parse_evaluation(flags)
