@@ -44,7 +44,7 @@ def appearing(run: RunFolder, weights: str | None, processes: Processes) -> Iter
             finally:
                 if processes.is_main:
                     shutil.rmtree(model.path, ignore_errors=True)
-        elif processes.broadcast(processes.is_main and has_ended(run)):
+        elif processes.broadcast(processes.is_main and has_ended(run, seen)):
             return
         else:
             if waiting != len(seen):
@@ -87,9 +87,11 @@ def remove_abandoned(run: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def has_ended(run: RunFolder) -> bool:
-    """Return whether the newest checkpoint or, where there is none, the pipeline, is of the run's end."""
+def has_ended(run: RunFolder, seen: set[tuple[str, int]]) -> bool:
+    """Return whether the newest checkpoint has been seen and is of the run's end; if there is none, the pipeline is."""
     folder = newest(run.path)
+    if folder is not None and folder.name not in dict(seen):
+        return False  # it has come since they were looked through
     step = run.pipeline_step() if folder is None else step_of(folder)
     seconds = [line["train_seconds"] for line in run.read_metrics() if line.get("step") == step]
     return step is not None and is_over(run.read_config(), step, max(seconds, default=0))

@@ -23,6 +23,7 @@ from common.errors import UserError
 from common.interruption import Interrupted
 from evaluation import watching
 from run_folder.checkpoints import checkpoints, verify
+from run_folder.folder import RunFolder
 
 LENGTH = ["--max_train_steps=4", "--checkpointing_steps=2", "--save_images_steps=100", "--checkpoints_total_limit=1"]
 SAMPLED = ("--num_images=12", "--ddim", "--num_inference_steps=2", "--batch_size=6")
@@ -256,12 +257,13 @@ class TestBeside:
         evaluate(f"--run_dir={growing}", *SAMPLED, "--watch")
         assert "The run is complete" in capsys.readouterr().err
         assert [row["step"] for row in read_csv(growing / "evaluation_results.csv")] == ["2", "4"]
+        # One that has come between the two looks is still to be measured.
+        for seen, ended in ((set(), False), ({("checkpoint-2", 0)}, False), ({("checkpoint-4", 0)}, True)):
+            assert watching.has_ended(RunFolder(growing), seen) is ended
         evaluate(f"--run_dir={growing}", *SAMPLED, "--watch")  # nothing is left to do
         assert capsys.readouterr().err.count("has been measured already") == 2
 
     def test_a_checkpoint_that_goes_while_it_is_copied_is_passed_over(self, run, tmp_path, monkeypatch, caplog):
-        from run_folder.folder import RunFolder
-
         copy = tmp_path / "run"
         shutil.copytree(run, copy)
         link = os.link
@@ -289,7 +291,6 @@ def test_the_best_is_kept_by_its_metric(run, tmp_path):
     from dataclasses import asdict, replace
 
     from evaluation.results import Measured
-    from run_folder.folder import RunFolder
     from run_folder.saved_model import find_models
 
     copy = tmp_path / "run"
