@@ -3,6 +3,7 @@
 
 python evaluate.py runs/demo --num_images 1000
 python evaluate.py runs/demo --nll
+python evaluate.py runs/demo --watch --keep_best fid
 python evaluate.py --generated samples --dataset_name uoft-cs/cifar10 --output_dir results
 accelerate launch --num_processes 4 evaluate.py runs/cifar10 --num_images 50000
 """
@@ -54,7 +55,9 @@ def main() -> None:
 
     # Images against real ones, or every checkpoint of a run against what it was trained on.
     session = Session(options, networks, cache_dir, processes)
-    if options.run_dir:
+    if options.watch:
+        session.watch_run()
+    elif options.run_dir:
         session.measure_run()
     elif options.generated:
         session.measure_images()

@@ -4,12 +4,14 @@ Before there is anything to save, the process ends at once. Inside `stops_deferr
 note, which the program looks at where it can stop cleanly; a second SIGINT ends the process at once.
 """
 
+import ctypes
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -19,6 +21,8 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 # A launcher in the foreground gets a terminal's SIGINT and passes it on, so that one key press arrives twice.
 SAME_KEY_PRESS_SECONDS = 1.0
+PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent has died
+SECONDS_BETWEEN_LOOKS = 0.2  # at a process that another one waits for
 
 _deferred = False
 _requested: str | None = None
@@ -64,6 +68,32 @@ def stops_deferred() -> Iterator[None]:
         yield
     finally:
         _deferred = False
+
+
+def run_child(command: Sequence[str], environment: Mapping[str, str], patience: float | None = None) -> int:
+    """Run a command to its end in `stops_deferred`, and return its exit code.
+
+    It is in a group of its own, where no key press reaches it: a stop is passed on, and after so many seconds of
+    `patience` it is killed. If this process dies, however, the kernel stops the other too.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it; looked up before the fork
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=prctl and (lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM)),
+    )
+    while process.poll() is None:
+        try:
+            process.wait(SECONDS_BETWEEN_LOOKS)
+        except subprocess.TimeoutExpired:
+            if stop_requested():
+                process.terminate()
+                try:
+                    process.wait(patience)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+    return process.wait()
 
 
 def _handle(number: int, frame: FrameType | None) -> None:

@@ -6,8 +6,9 @@ import atexit
 import logging
 import os
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from common.errors import RunFailed, UserError, reason_of
+from common.errors import ROOT, RunFailed, UserError, reason_of
+from common.interruption import run_child
 from common.machine import usable_cores
 from common.progress import set_up_logging
 
@@ -40,6 +42,7 @@ SLURM_PORTS = range(12_000, 32_000)  # below those that Linux gives to whoever a
 NOT_USED = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "PARALLELISM_CONFIG": "parallelism"}
 YES = ("1", "true", "yes", "on", "y", "t")
 ROLL_CALL_SECONDS = 10
+PATIENCE_WITH_SCRIPT = 20.0  # seconds that a script has to end when a stop is asked for
 
 
 class ProcessOptions(Protocol):
@@ -193,6 +196,23 @@ class Processes:
                 return self._store.add(name, amount) - amount
 
         return add
+
+    def run_script(self, script: str, flags: Sequence[str], **environment: str) -> list[int]:
+        """Run a script of this project beside every process, on its device, and return all exit codes.
+
+        What is started finds one another as these processes did. Meanwhile nobody waits in a collective, which would
+        time out, only for its own child.
+        """
+        environment = {**os.environ, **environment}
+        if self.count > 1:
+            # The main process keeps the store in which they meet, as torchrun's agent does.
+            host = os.environ["MASTER_ADDR"]
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.is_main else None
+            port = self.broadcast(store.port if store is not None else None)
+            agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+            environment |= {"MASTER_PORT": str(port), **agent}
+        code = run_child([sys.executable, str(ROOT / script), *flags], environment, PATIENCE_WITH_SCRIPT)
+        return self.all_gather(code)
 
     def finish(self) -> None:
         """Leave the group in good order."""

@@ -60,8 +60,23 @@ class ImagesOptions:
 @section("for a run: its checkpoints, and how to generate their images")
 class RunOptions:
     checkpoints: list[str] = option(
-        [], "Steps of the checkpoints to measure (default: all that exist; with --nll the newest)."
+        [],
+        "Steps of the checkpoints to measure (default: all that exist; with --nll the newest). 'none' only loads the "
+        "feature network and prepares the statistics of the real images.",
+        not_with="watch",
     )
+    watch: bool = option(
+        False,
+        "Measure a run while it is trained: wait for its checkpoints and measure each once as it appears, until the "
+        "run is complete.",
+    )
+    keep_best: Literal[
+        "fid", "sfid", "kid", "is", "fd", "kd", "precision", "recall", "density", "coverage", "condition_accuracy"
+    ] | None = option(
+        None,
+        "Keep the best checkpoint by this metric in the folder best of the run, where it is never pruned; fd and kd "
+        "are the distances with --features other than inception.",
+    )  # fmt: skip
     weights: Literal["ema", "raw"] | None = option(
         None, "Use the moving average of the weights, or the raw weights (default: ema, if there is one)."
     )
@@ -93,8 +108,11 @@ class ReferenceOptions:
         None, "Which configuration of the data set to use, if it has several.", only_with="dataset_name"
     )
     train_data_dir: str | None = option(None, "Real images: a folder that train_unconditional.py can train on.")
-    split: str | None = option(
-        None, "Split of the data set to use (default: train; with --nll train and test).", not_with="real statistics"
+    split: list[str] = option(
+        [],
+        "Split of the data set to use, or several: images are generated once and measured against each (default: "
+        "train; with --nll train and test).",
+        not_with="real statistics",
     )
     image_column: str | None = option(
         None, "Column with the images (default: the only one there is).", only_with="dataset_name train_data_dir"
@@ -230,6 +248,18 @@ def validate(options: EvaluationOptions) -> None:
     for name, facts in facts_of(EvaluationOptions).items() if options.nll else ():
         if name not in WITH_NLL and getattr(options, name) != facts.default:
             raise UserError(f"--{name} has no effect with --nll, which generates no images: leave one of them out")
+    if len(set(options.split)) < len(options.split):
+        raise UserError(f"--split {' '.join(options.split)}: one of them is named twice")
+    if options.save_statistics and len(options.split) > 1:
+        raise UserError(f"--save_statistics saves the statistics of one --split, not of {' and '.join(options.split)}")
+    others = {"fid": "fd", "sfid": "fd", "kid": "kd", "is": "fd"}
+    others = {"fd": "fid", "kd": "kid"} if options.features == "inception" else others
+    if other := others.get(options.keep_best):
+        measured = f"is not measured with --features {options.features}; choose {other}"
+        raise UserError(f"--keep_best {options.keep_best}: {measured}")
+    if options.keep_best and len(options.guidance_scales) > 1:
+        scales = " ".join(f"{scale:g}" for scale in options.guidance_scales)
+        raise UserError(f"--keep_best needs one guidance scale to judge by, not --guidance_scales {scales}")
     if options.run_dir and options.resolution:
         raise UserError("--resolution: for a run, real images are always resized to the resolution of the run")
     # Before networks are loaded, which can take a minute.

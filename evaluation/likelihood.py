@@ -7,6 +7,8 @@ count from 0 as elsewhere here: the step that starts at t = 0 makes the image.
 Given x_t, both means of a step are the same function of x_0. So a step depends on the network only through the squared
 error of the x_0 that it sees: one pass over the images gives the bound for both variances, and the distortion. A
 learned variance is the network's own; its bound is summed in the same pass.
+
+A network with a condition is given the class or the caption of each image: these are bits per dimension given that.
 """
 
 import csv
@@ -22,16 +24,21 @@ import torch
 from common.errors import UserError, user_errors
 from common.files import write_atomically
 from common.machine import default_num_workers, fits_in_memory, to_device
-from common.plots import drawing
+from common.plots import COLOURS, drawing
 from common.processes import Processes
 from common.progress import progress_bar
 from common.randomness import derive_seed, standard_normal
+from conditions.condition import ClassCondition
+from conditions.guidance import GenerationCondition, Guidance, prompt_condition
 from evaluation.evaluate_options import EvaluationOptions
 from evaluation.image_sets import EncodedImages, batches_of
 from evaluation.results import as_csv, as_text
 from generation.engine import InferenceSettings, Job, RunningNetwork, choose_batch_size, prefers_channels_last
+from generation.generate_options import ConditionOptions
+from image_data.annotations import fill_templates, find_captions, find_labels
 from image_data.data_options import DataOptions
 from image_data.sources import load_images, splits_of, spread
+from run_folder.config import ConditionalConfig, TrainingConfig
 from run_folder.folder import RunFolder
 from run_folder.saved_model import SavedModel, find_models
 from schedulers.ddpm import FIXED_VARIANCES, ExactDDPMScheduler
@@ -178,8 +185,8 @@ class Likelihood:
         workers = options.num_workers
         self.num_workers = default_num_workers(processes.local_count) if workers is None else workers
         first = self.models[0]
-        if first.condition is not None:
-            raise UserError(f"--nll: {first.name} was trained with a condition; only models without one are measured")
+        run = RunFolder(first.home)
+        self.config = run.read_config() if run.is_run else None
         if first.shape[0] not in (1, 3) or first.shape[1] != first.shape[2]:
             raise UserError(
                 f"--nll: {first.name} makes images of {list(first.shape)}; 1 or 3 channels, square, are needed"
@@ -203,15 +210,14 @@ class Likelihood:
     def _open_splits(self) -> list[EncodedImages]:
         """Open the images that are named or those of the run: the split that is named, or training and test images."""
         options, (channels, size, _) = self.options, self.models[0].shape
-        run = RunFolder(self.models[0].home)
         if options.dataset_name or options.train_data_dir:
             data = DataOptions(**{name: getattr(options, name) for name in NAMED_DATA})
-        elif run.is_run:
-            data = replace(run.read_config(), cache_dir=options.cache_dir)
+        elif self.config is not None:
+            data = replace(self.config, cache_dir=options.cache_dir)
         else:
             raise UserError(f"--nll: {self.models[0].name} is not a run; name its images with --dataset_name")
         there = splits_of(data)
-        splits = [options.split] if options.split else [split for split in SPLITS if split in there]
+        splits = options.split or [split for split in SPLITS if split in there]
         if not splits:
             raise UserError(f"--nll: choose one of the splits with --split: {', '.join(there)}")
         if not options.split and len(splits) < len(SPLITS):
@@ -248,10 +254,12 @@ class Likelihood:
         processes, steps = self.processes, len(model.scheduler.betas)
         channels_last = prefers_channels_last(processes.device, processes.precision)
         settings = InferenceSettings(processes.precision, channels_last=channels_last)
-        job = Job(model, DDPM(model.scheduler, steps))
+        condition = condition_of_images(model, self.config, images, rows, processes.device)
+        job = Job(model, DDPM(model.scheduler, steps), condition)
         size = self.options.batch_size or choose_batch_size(job, len(rows), processes, settings)
         running = RunningNetwork(job, processes, replace(settings, batch_size=size))
-        predict = job.condition.predict_for(running.network, [0] * size)
+        place = torch.zeros(len(images), dtype=torch.int64)  # of an image among those that are measured
+        place[rows] = torch.arange(len(rows))
         advice = f"--batch_size {size}: does not fit in the memory of {processes.device}; choose a smaller one"
         columns = 3 + steps * (2 if model.scheduler.learns_variance else 1)
         parts = [torch.zeros(0, columns, dtype=torch.float64)]
@@ -266,6 +274,7 @@ class Likelihood:
                     # What a network makes of an image depends in its last bits on the number beside it.
                     full = torch.arange(size).clamp(max=len(indices) - 1)
                     in_batch = to_device(indices[full], processes.device)
+                    predict = condition.predict_for(running.network, place[indices[full]].tolist())
                     found = measure_batch(
                         predict, model.scheduler, pixels[full, : model.shape[0]], in_batch, bar.update
                     )
@@ -278,6 +287,32 @@ class Likelihood:
         errors, learned = of_images[:, 3 : 3 + steps], of_images[:, 3 + steps :]
         found = Measurement(of_images[:, 1], of_images[:, 2], errors, learned)
         return (found if processes.is_main else None), size
+
+
+def condition_of_images(
+    model: SavedModel, config: TrainingConfig | None, images: EncodedImages, rows: torch.Tensor, device: torch.device
+) -> GenerationCondition:
+    """Return the class or the first caption of each of these images in turn, as the run's options say where it is."""
+    if model.condition is None:
+        return GenerationCondition()
+    config, files = config or ConditionalConfig(), torch.as_tensor(images.rows)[rows]
+    by_text = model.condition["condition"] == "text"
+    captions = find_captions(images.files, config.caption_column) if by_text and not config.caption_template else None
+    if captions is None:
+        labels = find_labels(images.files, config.label_column)
+        if not by_text and labels.names != model.condition["class_names"]:
+            wanted = ", ".join(model.condition["class_names"][:10])
+            raise UserError(f"--nll: the classes of {images.name} are not those of {model.name}: {wanted}")
+        of_image = labels.of_row[files].tolist()
+        if not by_text:
+            logger.info("Given the class of each image")
+            choices = [labels.names[label] for label in of_image]
+            return GenerationCondition(ClassCondition(labels.names), choices, of_image)
+        of_class = fill_templates(config.caption_template, labels.names)
+        captions = [of_class[label][:1] for label in labels.of_row.tolist()]
+    logger.info("Given the caption of each image, the first if it has several")
+    prompts = [captions[row][0] for row in files.tolist()]
+    return prompt_condition(ConditionOptions(prompt=prompts), model, Guidance(), device)
 
 
 def write_terms(path: Path, bounds: dict[str, Bound], rmse: torch.Tensor) -> None:
@@ -318,12 +353,22 @@ def _cell(text: str) -> str:
 
 
 def draw(path: Path, curves: dict[str, tuple[Bound, torch.Tensor]]) -> None:
-    """Draw what an image looks like by the bits that are there (the paper's Figure 5), and the bits of every step."""
+    """Draw what an image looks like by the bits that are there (the paper's Figure 5), and the bits of every step.
+
+    A split has a colour and a variance a kind of line, since the curves of the two variances nearly coincide.
+    """
+    splits = list(dict.fromkeys(name.rpartition(", ")[0] for name in curves))
     with drawing(path, columns=2) as (_, (panels,)):
         for name, (bound, rmse) in curves.items():
-            panels[0].plot(bound.received(), rmse, label=f"{name}: {bound.nll:.3f} bits per dimension")
-            panels[1].plot(range(1, len(rmse)), bound.terms[1:])
+            split, _, variance_type = name.rpartition(", ")
+            is_first = variance_type != "fixed_small"
+            look = {"color": COLOURS[splits.index(split)], "linestyle": "-" if is_first else (0, (3, 3))}
+            look |= {"alpha": 0.45, "linewidth": 3.5} if is_first else {"linewidth": 1.6}
+            panels[0].plot(bound.received(), rmse, label=f"{name}: {bound.nll:.3f} bits per dimension", **look)
+            panels[1].plot(range(1, len(rmse)), bound.terms[1:], **look)
         panels[0].set(title="Rate and distortion", xlabel="bits per dimension received", ylabel="RMSE, grey levels")
+        panels[1].set(title="Bits of every step", xlabel="t", ylabel="bits per dimension", xscale="log")
+        for axes in panels:
+            axes.set_yscale("log")
         panels[0].legend(fontsize=8)
-        panels[1].set(title="Bits of every step", xlabel="t", ylabel="bits per dimension", yscale="log")
     logger.info("Drew %s", path)

@@ -15,7 +15,7 @@ from common.files import write_atomically
 from common.interruption import fault_point
 from evaluation.metrics import METRICS, SPREAD, Metric, metric_of
 from run_folder.folder import BEST_SCORES, FEW_IMAGES, RESULTS, RunFolder, is_of_few_images
-from run_folder.publish import log_evaluation
+from run_folder.publish import METHOD, log_evaluation, name_of_curves
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,6 @@ class Measured:
 
 KEYS = tuple(entry.name for entry in fields(Measured))
 IDENTITY = tuple(name for name in KEYS if name not in ("images", "train_seconds"))  # a folder may be renamed
-# What makes two rows points of one line, besides the number of images.
-METHOD = ("weights", "sampler", "steps", "settings", "reference", "reference_fingerprint", "precision")
 
 
 def read_results(output_dir: Path) -> list[Row]:
@@ -187,16 +185,18 @@ def best_scores(rows: list[Row]) -> list[Row]:
     return best
 
 
-def log_results(run: RunFolder, output_dir: Path, measured: Measured, metrics: dict[str, float]) -> None:
-    """Log scalars beside the training's curves: a folder for every method, since a curve must not join two of them."""
+def log_results(
+    run: RunFolder, output_dir: Path, measured: Measured, metrics: dict[str, float], to_trackers: bool = True
+) -> None:
+    """Log scalars beside the training's curves, and in the run's other trackers."""
     from torch.utils.tensorboard import SummaryWriter
 
-    method = [getattr(measured, part) for part in METHOD]
-    name = re.sub(r"[^\w.=]+", "-", " ".join(str(part) for part in method if part not in (None, "no")))
-    with SummaryWriter(output_dir / run.read_config().logging_dir / "evaluation" / name) as writer:
+    name = name_of_curves(asdict(measured))
+    with SummaryWriter(output_dir / run.read_config().logging_dir / name) as writer:
         for column, value in metrics.items():
             writer.add_scalar(column, value, measured.step)
-    log_evaluation(run, {f"evaluation/{name}/{column}": value for column, value in metrics.items()}, measured.step)
+    if to_trackers:
+        log_evaluation(run, {f"{name}/{column}": value for column, value in metrics.items()}, measured.step)
 
 
 def describe_result(measured: Measured, metrics: dict[str, float]) -> str:
@@ -230,13 +230,16 @@ def describe_rows(rows: list[Row], count: int) -> str:
         if (column.endswith(f"@{count}") and SPREAD not in column) or not metric_of(column).of_samples
     ]
     rows = [row for row in without_parts(rows) if row["num_images"] == count]
-    shown = [{**row, "guidance": guidance_scale_of(row)} for row in rows]
+    shown = [
+        {**row, "guidance": guidance_scale_of(row), "reference": row["reference"].partition(",")[0]} for row in rows
+    ]
     for row in filter(is_repeated, shown):
         for column in columns:
             if (spread := row.get(column.replace("@", SPREAD))) is not None:
                 row[column] = f"{row[column]:.5g} +- {spread:.2g}"
     guidance = ["guidance"] if any(row["guidance"] is not None for row in shown) else []
-    header = ["step", "train_seconds", "weights", "sampler", "steps", *guidance, *columns]
+    reference = ["reference"] if len({row["reference"] for row in rows}) > 1 else []
+    header = ["step", "train_seconds", "weights", "sampler", "steps", *guidance, *reference, *columns]
     table = as_text([[*map(marked, header)], *([_cell(row.get(name)) for name in header] for row in shown)])
     return f"{table}\n{FOOTNOTE}" if any(map(is_of_few_images, columns)) else table
 

@@ -31,7 +31,12 @@ NAMED_SETTINGS = (*OWN_SETTINGS, "guidance_scale")  # besides the sampler and it
 
 
 def models_of(run: RunFolder, steps: list[str], weights: str | None) -> list[SavedModel]:
-    """Return the checkpoints of a run, oldest first, and its pipeline if that holds weights that none of them has."""
+    """Return the checkpoints of a run, oldest first, and its pipeline if that holds weights that none of them has.
+
+    The steps ['none'] are none of them.
+    """
+    if steps == ["none"]:
+        return []
     if not checkpoints(run.path):
         (pipeline,) = find_models(str(run.path), steps, weights)
         lines = run.read_metrics()

@@ -1,6 +1,7 @@
 """The course of an evaluation: find the images and the reference, measure, write the results."""
 
 import logging
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,18 +18,20 @@ from evaluation.curves import draw_guidance, draw_run
 from evaluation.evaluate_options import FEWEST_IMAGES, EvaluationOptions
 from evaluation.features import FeatureExtractor, Features
 from evaluation.image_sets import EncodedImages, ImageSet, open_images
-from evaluation.metrics import measure, metrics_of
+from evaluation.metrics import CONDITION_ACCURACY, measure, metrics_of
 from evaluation.networks import FeatureNetwork
 from evaluation.samples import Samples, describe_measured, models_of, training_images
 from evaluation.statistics import Statistics, named_statistics, reference_statistics, save_statistics
+from evaluation.watching import BestCheckpoint, appearing
 from generation.engine import Job
 from generation.generate_options import ConditionOptions
 from generation.methods import build_method
 from generation.sample_folder import read_record
 from image_data.data_options import DataOptions
 from image_data.sources import load_images, spread
+from run_folder.config import ConditionalConfig
 from run_folder.folder import RunFolder
-from run_folder.publish import update_evaluation
+from run_folder.publish import curves_at, log_evaluation, update_evaluation
 from run_folder.saved_model import SavedModel
 
 logger = logging.getLogger(__name__)
@@ -50,10 +53,12 @@ class Session:
         self.run = RunFolder(Path(options.run_dir).expanduser()) if options.run_dir else None
         folder = options.output_dir or options.run_dir
         self.output_dir = Path(folder).expanduser() if folder else None
-        self.real_images: ImageSet | None = None
-        self.reference: list[Statistics] = []  # for each network, on the main process
+        self.real_images: list[ImageSet] = []  # of every split
+        self.references: list[list[Statistics]] = []  # of these for each network, on the main process
         # The classes or captions of a data set are known; those of a folder or of statistics are not.
         self.is_reference_labelled = not (options.real or options.statistics)
+        self.best: BestCheckpoint | None = None  # to keep, on the main process
+        self.conditions: list[GenerationCondition] | None = None  # what the samples of a run are to show
         self.accuracy: ConditionAccuracy | None = None  # of a conditional run
         if networks[0].name == "inception" and not networks[0].has_logits:
             reason = "the network found here has no last layer; inception-2015-12-05.pt has one (--inception_weights)"
@@ -61,7 +66,7 @@ class Session:
 
     def save_statistics(self) -> None:
         """Compute only the real images' statistics."""
-        self._load_reference((self.options.resolution, self.options.resolution), is_grey=None, later=0)
+        self._load_references((self.options.resolution, self.options.resolution), is_grey=None, later=0)
 
     def measure_images(self) -> None:
         """Measure a folder or file of generated images."""
@@ -74,7 +79,7 @@ class Session:
             raise UserError(f"--generated {options.generated}: {count} images, at least {FEWEST_IMAGES} are needed")
         path = Path(options.generated).expanduser()
         record = read_record(path)  # of a folder of generate.py's
-        self._load_reference(images.size, images.is_grey(), later=count)
+        self._load_references(images.size, images.is_grey(), later=count)
         self.extractor.prepare(count, images.size)
         # generate.py's are in the order of their seeds; of others the first by name may all be of one kind.
         chosen = torch.as_tensor(range(count) if record else spread(len(images), count))
@@ -82,8 +87,9 @@ class Session:
         features = self.extractor.extract(batches, count, images.name, identity=f"{images.fingerprint} {bool(record)}")
         if self.processes.is_main:
             known = {**(record or {}), "name": path.name if record else images.name, "sha256": images.fingerprint}
-            measured = describe_measured(known, count, self.reference[0].identity, options.precision)
-            self._report(measured, features, {})
+            for reference in self.references:
+                measured = describe_measured(known, count, reference[0].identity, options.precision)
+                self._report(measured, features, reference, {})
         self.processes.barrier()
         self.extractor.forget()
 
@@ -91,41 +97,86 @@ class Session:
         """Measure every checkpoint of a run that has not been measured in this way."""
         options, processes = self.options, self.processes
         models = models_of(self.run, options.checkpoints, options.weights) if processes.is_main else None
-        models = processes.broadcast(models)
-        jobs = [Job(model, build_method(options, model)) for model in models]
-        if models[0].condition is None and options.guidance_scales != [1.0]:
+        models: list[SavedModel] = processes.broadcast(models)
+        self._prepare(models)
+        self._measure_models(models)
+
+    def watch_run(self) -> None:
+        """Measure every checkpoint of a run that is being trained, each once as it appears, until the run is over."""
+        self._prepare([])
+        steps = []
+        try:
+            with closing(appearing(self.run, self.options.weights, self.processes)) as models:
+                for model in models:
+                    self._measure_models([model])
+                    steps.append(model.step)
+        except Interrupted as stop:
+            signal, _, where = str(stop).partition(":")
+            where = where if "images" in where else f" what has been measured is in {self.output_dir / results.RESULTS}"
+            raise Interrupted(f"{signal}:{where}; nobody watches {self.run.path} any more") from stop
+        logger.info("The run is complete, and all that could be measured of it has been")
+        # Only now: as long as the training went on, wandb and trackio were its own.
+        for step in steps if self.processes.is_main else []:
+            log_evaluation(self.run, curves_at(self.output_dir / results.RESULTS, step), step)
+
+    def _prepare(self, models: list[SavedModel]) -> None:
+        """Load the reference for the run's images, of which those of the models are measured later."""
+        config, options, count = self.run.read_config(), self.options, self.options.num_images or DEFAULT_IMAGES
+        conditional = isinstance(config, ConditionalConfig)
+        if not conditional and options.guidance_scales != [1.0]:
             scales = " ".join(f"{scale:g}" for scale in options.guidance_scales)
-            raise UserError(f"--guidance_scales {scales}: {models[0].name} was trained without a condition")
+            raise UserError(f"--guidance_scales {scales}: {self.run.path} was trained without a condition")
+        shape = models[0].shape if models else (int(config.channels), config.resolution, config.resolution)
+        self._load_references(shape[1:], shape[0] == 1, count * len(models) * len(options.guidance_scales))
+        if options.keep_best and self.processes.is_main:
+            network = self.extractor.networks[0]
+            columns = {one.name: one.column(network, count) for one in metrics_of(network, self.references[0][0])}
+            columns |= {CONDITION_ACCURACY.name: f"{CONDITION_ACCURACY.name}@{count}"} if conditional else {}
+            if options.keep_best not in columns:
+                raise UserError(f"--keep_best {options.keep_best}: must be one of {', '.join(columns)}")
+            self.best = BestCheckpoint(self.run, columns[options.keep_best])
+
+    def _measure_models(self, models: list[SavedModel]) -> None:
+        """Measure these checkpoints of the run, and draw its curves."""
+        options, processes = self.options, self.processes
+        if not models:
+            return
+        jobs = [Job(model, build_method(options, model)) for model in models]
         count = options.num_images or DEFAULT_IMAGES
-        channels, *size = models[0].shape
-        self._load_reference(tuple(size), channels == 1, later=count * len(models) * len(options.guidance_scales))
-        conditions = self._choose_conditions(models[0], count)
+        if self.conditions is None:
+            self.conditions = self._choose_conditions(models[0], count)
         if processes.is_main and self.output_dir == self.run.path:
             results.remove_replaced(self.output_dir, {(model.step, model.weights): model.sha256 for model in models})
 
         sets = [range(number * count, (number + 1) * count) for number in range(options.repeats)]
-        jobs = [replace(job, condition=condition) for job in jobs for condition in conditions]
+        jobs = [replace(job, condition=condition) for job in jobs for condition in self.conditions]
         all_samples = [Samples(job, seeds, options, processes) for job in jobs for seeds in sets]
-        parts: list[results.Measured] = []  # the sets of a job
+        parts: list[list[results.Measured]] = []  # the sets of a job, each against every reference
         for number, samples in enumerate(all_samples, start=1):
-            measured = samples.describe(self.reference[0].identity) if processes.is_main else None
+            references = self.references if processes.is_main else []
+            measured = [samples.describe(reference[0].identity) for reference in references]
             parts.append(measured)
             if processes.broadcast(processes.is_main and self._is_measured(measured)):
                 logger.info("%s (%d of %d) has been measured already", samples.name, number, len(all_samples))
                 if processes.is_main:
                     samples.discard(self.output_dir)
-                self._report_mean(parts)
-                continue
-            logger.info("%s (%d of %d), weights=%s", samples.name, number, len(all_samples), samples.job.model.weights)
-            self.extractor.prepare(count, tuple(size), later=count * (len(all_samples) - number))
-            try:
-                self._measure_samples(samples, measured)
-                self._report_mean(parts)
-            except Interrupted as stop:
-                signal = str(stop).partition(":")[0]
-                where = f"stopped at {samples.name}, whose images so far are kept; the ones before it are in"
-                table = self.output_dir / results.RESULTS
-                raise Interrupted(f"{signal}: {where} {table}; start the same command again to continue") from stop
+            else:
+                weights = samples.job.model.weights
+                logger.info("%s (%d of %d), weights=%s", samples.name, number, len(all_samples), weights)
+                self.extractor.prepare(count, models[0].shape[1:], later=count * (len(all_samples) - number))
+                try:
+                    self._measure_samples(samples, measured)
+                except Interrupted as stop:
+                    signal = str(stop).partition(":")[0]
+                    where = f"stopped at {samples.name}, whose images so far are kept; the ones before it are in"
+                    table = self.output_dir / results.RESULTS
+                    raise Interrupted(f"{signal}: {where} {table}; start the same command again to continue") from stop
+            if len(parts) == options.repeats:
+                if processes.is_main:
+                    measured = [self._report_mean([part[number] for part in parts]) for number in range(len(measured))]
+                    if self.best:
+                        self.best.consider(samples.job.model, measured[0], results.read_results(self.output_dir))
+                parts.clear()
 
         if processes.is_main:
             rows = results.read_results(self.output_dir)
@@ -134,16 +185,30 @@ class Session:
             update_evaluation(self.output_dir)
             print(f"\n{results.describe_rows(rows, count)}\n")
 
-    def _load_reference(self, size: tuple[int, int], is_grey: bool | None, later: int) -> None:
+    def _load_references(self, size: tuple[int, int], is_grey: bool | None, later: int) -> None:
         """Load the real images' statistics, for generated images of this size, of which so many are measured later."""
         options, processes = self.options, self.processes
         if options.statistics:
             if processes.is_main:
                 named = options.statistics, options.statistics_mode
-                self.reference = [named_statistics(*named, network, size) for network in self.extractor.networks]
+                self.references = [[named_statistics(*named, network, size) for network in self.extractor.networks]]
             return
         with processes.main_first():
-            images = self.real_images = self._open_real_images(size)
+            self.real_images = [self._open_real_images(size, split) for split in options.split or ["train"]]
+        for images in self.real_images:
+            self._check_real_images(images, size, is_grey)
+        for number, images in enumerate(self.real_images, start=1):
+            still = later + sum(map(len, self.real_images[number:]))
+            self.references.append(reference_statistics(images, self.extractor, self.cache_dir, still))
+        if processes.is_main:
+            for reference in self.references:
+                logger.info("Reference: %s", reference[0].identity.describe())
+            if options.save_statistics:
+                save_statistics(self.references[0][0], Path(options.save_statistics))
+                logger.info("Its statistics are in %s", options.save_statistics)
+
+    def _check_real_images(self, images: ImageSet, size: tuple[int, int], is_grey: bool | None) -> None:
+        """Raise if the images are too few, and warn of those that are of another kind than the generated ones."""
         if len(images) < FEWEST_IMAGES:
             raise UserError(f"{images.name}: {len(images)} real images, at least {FEWEST_IMAGES} are needed")
         if tuple(images.size) != tuple(size):
@@ -152,14 +217,8 @@ class Session:
         if is_grey is not None and images.is_grey() != is_grey:
             kinds = ("grey", "in colour") if is_grey else ("in colour", "grey")
             logger.warning("The generated images are %s, the real ones %s: both are measured as RGB", *kinds)
-        self.reference = reference_statistics(images, self.extractor, self.cache_dir, later)
-        if processes.is_main:
-            logger.info("Reference: %s", self.reference[0].identity.describe())
-            if options.save_statistics:
-                save_statistics(self.reference[0], Path(options.save_statistics))
-                logger.info("Its statistics are in %s", options.save_statistics)
 
-    def _open_real_images(self, size: tuple[int, int]) -> ImageSet:
+    def _open_real_images(self, size: tuple[int, int], split: str) -> ImageSet:
         options, num_workers = self.options, self.extractor.num_workers
         # Images that are not square are compared as they are.
         resolution = options.resolution or (size[0] if size[0] == size[1] else None)
@@ -168,9 +227,9 @@ class Session:
         elif options.dataset_name or options.train_data_dir:
             named = "dataset_name dataset_config_name train_data_dir image_column cache_dir on_bad_image".split()
             data = DataOptions(**{name: getattr(options, name) for name in named})
-            images = EncodedImages(load_images(data, options.split or "train"), resolution)
+            images = EncodedImages(load_images(data, split), resolution)
         else:
-            return training_images(self.run.read_config(), options.split or "train", options.cache_dir, num_workers)
+            return training_images(self.run.read_config(), split, options.cache_dir, num_workers)
         skipping = options.on_bad_image == "skip" and isinstance(images, EncodedImages)
         return images.without_bad(num_workers) if skipping else images
 
@@ -182,7 +241,7 @@ class Session:
         try:
             config = self.run.read_config()
             if self.is_reference_labelled:
-                real = self.real_images
+                real = self.real_images[0]
             else:
                 real = training_images(config, "train", options.cache_dir, num_workers)
             requested = request_conditions(config, model.condition, real, count)
@@ -196,19 +255,23 @@ class Session:
             shown = ConditionOptions(class_labels=[ALL])
         return conditions_at(options.guidance_scales, shown, model, processes.device)
 
-    def _is_measured(self, measured: results.Measured) -> bool:
+    def _is_measured(self, measured: list[results.Measured]) -> bool:
         """Return whether the table has all metrics of a measurement."""
-        wanted = [
-            metric.column(network, measured.num_images)
-            for network, statistics in zip(self.extractor.networks, self.reference, strict=True)
-            for metric in metrics_of(network, statistics)
-        ]
-        wanted += self.accuracy.columns() if self.accuracy else []
-        row = results.find_row(results.read_results(self.output_dir), measured)
-        return row is not None and all(row.get(column) is not None for column in wanted)
+        rows = results.read_results(self.output_dir)
+        for one, reference in zip(measured, self.references, strict=True):
+            wanted = [
+                metric.column(network, one.num_images)
+                for network, statistics in zip(self.extractor.networks, reference, strict=True)
+                for metric in metrics_of(network, statistics)
+            ]
+            wanted += self.accuracy.columns() if self.accuracy else []
+            row = results.find_row(rows, one)
+            if row is None or any(row.get(column) is None for column in wanted):
+                return False
+        return True
 
-    def _measure_samples(self, samples: Samples, measured: results.Measured | None) -> None:
-        """Measure the images of a checkpoint, which are kept or generated now."""
+    def _measure_samples(self, samples: Samples, measured: list[results.Measured]) -> None:
+        """Measure the images of a checkpoint, which are kept or generated now, against every reference."""
         options, processes = self.options, self.processes
         folder = processes.broadcast(samples.find_kept() if processes.is_main else None)
         if folder is None:
@@ -221,39 +284,45 @@ class Session:
         batches = self.extractor.batches(images, chosen)
         batches = self.accuracy.observe(batches, seeds) if self.accuracy else batches
         features = self.extractor.extract(batches, samples.count, samples.job.model.name, identity=samples.identity)
-        metrics = self.accuracy.measure() if self.accuracy else {}
-        if processes.is_main:
-            self._report(measured, features, metrics)
-            if measured.step is not None and not samples.which:
-                results.log_results(self.run, self.output_dir, measured, metrics)
+        accuracy = self.accuracy.measure() if self.accuracy else {}
+        for one, reference in zip(measured, self.references, strict=True) if processes.is_main else ():
+            metrics = self._report(one, features, reference, accuracy)
+            if one.step is not None and not samples.which:
+                results.log_results(self.run, self.output_dir, one, metrics, to_trackers=not options.watch)
         processes.barrier()
         self.extractor.forget()
         if processes.is_main:
             samples.discard(self.output_dir)
 
-    def _report_mean(self, parts: list[results.Measured]) -> None:
-        """Once all sets of images have been measured, add their mean and spread to the results."""
-        if len(parts) < self.options.repeats:
-            return
-        if self.processes.is_main and len(parts) > 1:
-            rows = results.read_results(self.output_dir)
-            metrics = results.mean_and_spread([results.find_row(rows, part) for part in parts])
-            measured = results.repeated(parts[0], len(parts))
-            known = results.find_row(rows, measured)
-            if known is None or any(known.get(column) != value for column, value in metrics.items()):
-                results.add_result(self.output_dir, measured, metrics)
-                print(f"\n{results.describe_result(measured, metrics)}\n", flush=True)
-                if measured.step is not None:
-                    results.log_results(self.run, self.output_dir, measured, metrics)
-        parts.clear()
+    def _report_mean(self, parts: list[results.Measured]) -> results.Measured:
+        """Add the mean and spread over several sets of images to the results; return what all sets together are."""
+        if len(parts) == 1:
+            return parts[0]
+        rows = results.read_results(self.output_dir)
+        metrics = results.mean_and_spread([results.find_row(rows, part) for part in parts])
+        measured = results.repeated(parts[0], len(parts))
+        known = results.find_row(rows, measured)
+        if known is None or any(known.get(column) != value for column, value in metrics.items()):
+            results.add_result(self.output_dir, measured, metrics)
+            print(f"\n{results.describe_result(measured, metrics)}\n", flush=True)
+            if measured.step is not None:
+                to_trackers = not self.options.watch
+                results.log_results(self.run, self.output_dir, measured, metrics, to_trackers)
+        return measured
 
-    def _report(self, measured: results.Measured, extracted: list[Features], metrics: dict[str, float]) -> None:
-        """Add all metrics to those that are known, put them into the tables and print them."""
-        networks, reference = self.extractor.networks, self.reference
+    def _report(
+        self,
+        measured: results.Measured,
+        extracted: list[Features],
+        reference: list[Statistics],
+        known: dict[str, float],
+    ) -> dict[str, float]:
+        """Add all metrics to those that are known, put them into the tables, print and return them."""
+        networks, metrics = self.extractor.networks, dict(known)
         for network, features, statistics in zip(networks, extracted, reference, strict=True):
             metrics |= measure(network, features, statistics, self.processes.device)
         classes = []
-        if self.accuracy and self.is_reference_labelled:
+        if self.accuracy and self.is_reference_labelled and reference is self.references[0]:
             classes = self.accuracy.measure_classes(networks[0], extracted[0], reference[0])
         text = results.describe_result(measured, metrics) + (f"\n\n{describe_classes(classes)}" if classes else "")
         try:
@@ -271,3 +340,4 @@ class Session:
             advice = "" if reference[0].features is None else ". Use kid, which is not biased"
             message = f"its covariance needs at least {dimensions:,} images{advice}"
             logger.warning("FID of %d images is far above that of many: %s", fewest, message)
+        return metrics

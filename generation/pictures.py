@@ -67,7 +67,7 @@ def save_progress(job: Job, seeds: list[int], processes: Processes, settings: In
 
 def save_progressive(job: Job, seeds: list[int], processes: Processes, settings: InferenceSettings, path: Path) -> None:
     """Draw the x_0 that the network sees on the way from noise, a row for each image (Ho et al. 2020, Figure 6)."""
-    method, steps, columns = copy(job.method), len(job.method.timesteps), []
+    method, steps, columns = copy(job.method), len(job.method.timesteps), {}
     shown_at = {1 + round(place * (steps - 1) / (ESTIMATES - 1)) for place in range(ESTIMATES)}
     with progress_bar(total=steps, desc=path.name, leave=False) as bar:
 
@@ -75,13 +75,14 @@ def save_progressive(job: Job, seeds: list[int], processes: Processes, settings:
             bar.update()
             if number in shown_at:
                 t = method.timesteps[number - 1]
-                columns.append(to_uint8(method.scheduler.predict_original(model_output, t, sample)).cpu())
+                seen = to_uint8(method.scheduler.predict_original(model_output, t, sample)).cpu()
+                columns[f"t = {t}"] = image_grid(seen, columns=1)
             return job.method.step(model_output, number, sample, noise)
 
         method.step = step
         settings = replace(settings, batch_size=len(seeds), compile=False)
         RunningNetwork(replace(job, method=method), processes, settings).generate(seeds, lambda number, samples: None)
-    save(image_grid(torch.stack(columns, dim=1).flatten(0, 1), columns=len(columns)), path)
+    save(side_by_side(columns), path)
 
 
 def save_interpolation(job: Job, first: int, last: int, processes: Processes, path: Path) -> None:
@@ -127,7 +128,8 @@ def save_between_images(job: Job, options: OutputOptions, seed: int, processes: 
             mixed = (1 - fractions) * first + fractions * last
             images = running.generate([seed] * INTERPOLATED, lambda number, samples, bar=bar: bar.update(), mixed)
         rows += [ends[:1], images, ends[1:]]
-    save(image_grid(torch.cat(rows), columns=INTERPOLATED + 2), path)
+    names = [f"t = {steps}" for steps in sorted(options.interpolate_t, reverse=True)]
+    save(beside_names(image_grid(torch.cat(rows), columns=INTERPOLATED + 2), names), path)
 
 
 def read_image(path: Path, channels: int, size: int) -> torch.Tensor:

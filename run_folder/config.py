@@ -53,7 +53,8 @@ CHANGED_OBJECTIVE += ("infonoise", "edm2", "marginal_return", "ats")
 SCHEDULER_OPTIONS = (
     "ddpm_beta_schedule", "ddpm_num_steps", "variance_type", "prediction_type", "beta_start", "beta_end",
 )  # fmt: skip
-COSINE = "ddpm_beta_schedule=cosine ddpm_beta_schedule=squaredcos_cap_v2"  # which no beta is given
+# The schedules that no beta is given.
+OWN_BETAS = "ddpm_beta_schedule=cosine ddpm_beta_schedule=squaredcos_cap_v2 ddpm_beta_schedule=jsd"
 
 
 @section("condition")
@@ -113,12 +114,12 @@ class DiffusionOptions:
     ddpm_num_steps: int = option(1000, "Number of diffusion steps, T.", NUM_STEPS, fixed=True)
     ddpm_beta_schedule: Literal[
         "linear", "quadratic", "scaled_linear", "cosine", "squaredcos_cap_v2", "sigmoid", "constant",
-        "warmup10", "warmup50",
+        "warmup10", "warmup50", "jsd",
     ] = option("linear", "Noise schedule, by its name in the papers or in diffusers.", fixed=True)  # fmt: skip
     beta_start: float = option(
-        1e-4, "The first beta.", BETWEEN_ZERO_AND_ONE, not_with=f"{COSINE} ddpm_beta_schedule=constant", fixed=True
+        1e-4, "The first beta.", BETWEEN_ZERO_AND_ONE, not_with=f"{OWN_BETAS} ddpm_beta_schedule=constant", fixed=True
     )
-    beta_end: float = option(0.02, "The last beta.", BETWEEN_ZERO_AND_ONE, not_with=COSINE, fixed=True)
+    beta_end: float = option(0.02, "The last beta.", BETWEEN_ZERO_AND_ONE, not_with=OWN_BETAS, fixed=True)
     variance_type: Literal["fixed_large", "fixed_small", "learned", "learned_range"] = option(
         "fixed_large",
         "Variance of the sampling steps: beta_t (fixed_large), that of the posterior (fixed_small), or learned: then "
@@ -273,6 +274,13 @@ class OptimizerOptions:
     adam_weight_decay: float = option(0.0, "Decoupled weight decay.", NOT_NEGATIVE)
     adam_epsilon: float = option(1e-8, "Adam's epsilon.", POSITIVE)
     max_grad_norm: float = option(1.0, "Clip gradients to this norm.", POSITIVE)
+    clip_per_replica: int | None = option(
+        None,
+        "Clip the gradient of each of so many equal parts of the batch and average them, as the original did on 8 TPU "
+        "cores (default: clip the gradient of the whole batch). Each part is a forward pass.",
+        POSITIVE,
+        not_with="mixed_precision=fp16",
+    )
 
 
 @section("moving average of the weights")
@@ -339,6 +347,17 @@ class OutputOptions:
         3, "How many of the newest checkpoints to keep, in addition to those of --keep_every.", POSITIVE
     )
     keep_every: int | None = option(None, "Never delete a checkpoint whose step is a multiple of this.", POSITIVE)
+    evaluate_every: int | None = option(
+        None,
+        "Measure the checkpoint with evaluate.py every so many steps and at the end, on all devices of the training, "
+        "which waits; the time does not count. A multiple of checkpointing_steps.",
+        POSITIVE,
+    )
+    evaluate_options: list[str] = option(
+        ["num_images=5000", "ddim", "keep_best=fid"],
+        "Options of evaluate.py for --evaluate_every; keep_best keeps the best checkpoint in output_dir/best.",
+        only_with="evaluate_every",
+    )
     save_images_steps: int = option(5000, "Steps between sample grids; there is always one at the end.", POSITIVE)
     save_images_epochs: int | None = option(
         None, "Epochs between sample grids, instead of save_images_steps.", POSITIVE, instead_of="save_images_steps"
@@ -500,7 +519,22 @@ def validate(config: TrainingConfig) -> None:
         )
     if config.variance_type.startswith("learned") and config.ddpm_num_steps < 2:
         raise UserError(f"--variance_type {config.variance_type}: needs at least two timesteps (--ddpm_num_steps)")
+    if config.ddpm_beta_schedule == "jsd" and config.prediction_type == "epsilon":
+        raise UserError(
+            "--ddpm_beta_schedule jsd ends with noise alone, in which a network of --prediction_type epsilon sees no "
+            "x_0: choose v_prediction or sample"
+        )
+    if config.ddpm_beta_schedule == "jsd" and config.ddpm_num_steps == 1:
+        raise UserError("--ddpm_beta_schedule jsd needs two --ddpm_num_steps or more: the last leaves noise alone")
     check_timestep_sampler(config)
+    if config.evaluate_every is not None and config.evaluate_every % config.checkpointing_steps:
+        raise UserError(
+            f"--evaluate_every {config.evaluate_every}: checkpoints are measured, so it must be a multiple of "
+            f"--checkpointing_steps {config.checkpointing_steps}"
+        )
+    for entry in config.evaluate_options:
+        if not re.match(r"[A-Za-z]\w*(=|$)", entry):
+            raise UserError(f"--evaluate_options {entry}: must look like num_images=1000, without hyphens")
     curves = Path(config.logging_dir)
     if curves.is_absolute() or ".." in curves.parts or not curves.parts:
         raise UserError(f"--logging_dir {config.logging_dir}: must name a folder inside --output_dir, such as logs")
@@ -586,6 +620,8 @@ class BatchSizes:
 def resolve_batch_sizes(config: TrainingConfig, num_processes: int) -> BatchSizes:
     """Return the three numbers: what is given of them, and what follows for the others."""
     per_device, accumulation = config.train_batch_size, config.gradient_accumulation_steps
+    if config.clip_per_replica and accumulation is None:
+        accumulation = max(1, config.clip_per_replica // num_processes)
     passes = num_processes * (accumulation or 1)
     total = config.total_batch_size or (per_device * passes if per_device else PAPER_BATCH_SIZE)
     per_device = per_device or max(1, total // passes)
@@ -595,6 +631,12 @@ def resolve_batch_sizes(config: TrainingConfig, num_processes: int) -> BatchSize
         raise UserError(
             f"--total_batch_size {total} is not {per_device} per device (--train_batch_size) x {num_processes} "
             f"process(es) x {accumulation} (--gradient_accumulation_steps) = {product}; change one of them"
+        )
+    if config.clip_per_replica and num_processes * accumulation != config.clip_per_replica:
+        raise UserError(
+            f"--clip_per_replica {config.clip_per_replica}: each part of the batch is a forward pass, and a step has "
+            f"{num_processes} process(es) x {accumulation} (--gradient_accumulation_steps) = "
+            f"{num_processes * accumulation} of them; change one of the numbers"
         )
     return BatchSizes(per_device, accumulation, total)
 

@@ -37,13 +37,14 @@ FEW_IMAGES = 10_000  # a Fréchet distance of fewer is far above that of many
 RESULTS, BEST_SCORES, PICTURES = "evaluation_results.csv", "best_scores.csv", "*_vs_*.png"
 # A folder of generated images; in a run they are below `generated`.
 GENERATED, RECORD, NEAREST = "generated", "samples.json", "nearest.json"
+BEST, BEST_OF = "best", "best.json"  # the best checkpoint, and in it what it is the best of
 PIPELINE_FOLDERS = ("unet", "scheduler", "text_encoder", "tokenizer")
 PUSHED = (PIPELINE, CONDITION_FILE, "conditional_pipeline.py", CARD, CONFIG, AUDIT, METRICS, TIMESTEPS)
 PUSHED += (RESULTS, BEST_SCORES, PICTURES)
 TRACKERS = "trackers.json"  # under which names trackers know the run
 NOT_PUSHED = (
-    *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in PIPELINE_FOLDERS)),
-    *("evaluation_results.json", "evaluation_per_class.csv", REPORT, TRACKERS),
+    *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in (*PIPELINE_FOLDERS, BEST))),
+    *("evaluation_results.json", "evaluation_per_class.csv", REPORT, TRACKERS, BEST),
 )
 PIPELINE_STEP = "_step"  # in the pipeline's index, where diffusers passes over names that begin so
 ROUNDING = 0.001  # seconds, of the training time in a line of metrics
@@ -67,6 +68,7 @@ class RunFolder:
         self.results_file = path / RESULTS
         self.best_scores_file = path / BEST_SCORES
         self.generated = path / GENERATED
+        self.best = path / BEST
         self.report_file = path / REPORT
         self.trackers_file = path / TRACKERS
         self.profile_trace, self.profile_table = path / PROFILE_TRACE, path / PROFILE_TABLE
@@ -193,7 +195,7 @@ def check_output_dir(config: TrainingConfig) -> None:
     path = Path(config.output_dir)
     if not check_folder(path):
         return
-    for name in (SAMPLES, *PIPELINE_FOLDERS, config.logging_dir):
+    for name in (SAMPLES, BEST, *PIPELINE_FOLDERS, config.logging_dir):
         if first_existing(path / name).is_file():
             raise UserError(f"--output_dir {path}: {first_existing(path / name)} is a file where a run has a folder")
     for name in (CONFIG, METRICS, TIMESTEPS, PIPELINE, CARD, LOCK_FILE):
@@ -265,16 +267,23 @@ def check_nothing_is_trained_over(config: TrainingConfig) -> None:
 
 def completed_step(config: TrainingConfig) -> int | None:
     """Return the step of a run that is complete, as its pipeline says, and whose checkpoints have been deleted."""
-    run, limit = RunFolder(config.output_dir), config.max_train_seconds
+    run = RunFolder(config.output_dir)
     step, starts_anew = run.pipeline_step(), config.overwrite or config.resume_from_checkpoint != "latest"
     if step is None or starts_anew or not run.is_run or any(run.path.glob(f"{PREFIX}*")):
         return None
     seconds = [line["train_seconds"] for line in run.read_metrics() if line.get("step") == step]
-    is_over = step >= config.max_train_steps or (limit is not None and max(seconds, default=0) + ROUNDING >= limit)
-    if not is_over or changed_settings(settings_of(run.read_config()), settings_of(config)):
+    if not is_over(config, step, max(seconds, default=0)):
+        return None
+    if changed_settings(settings_of(run.read_config()), settings_of(config)):
         return None
     logger.info("%s has no checkpoint any more, and needs none", run.path)
     return step
+
+
+def is_over(config: TrainingConfig, step: int, train_seconds: float) -> bool:
+    """Return whether a run that is at this step, after so much training, has come to its end."""
+    limit = config.max_train_seconds
+    return step >= config.max_train_steps or (limit is not None and train_seconds + ROUNDING >= limit)
 
 
 def remove_run(config: TrainingConfig) -> None:

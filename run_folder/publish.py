@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -42,6 +43,11 @@ logger = logging.getLogger(__name__)
 UPLOADED = [*PUSHED, *(f"{folder}/**" for folder in PIPELINE_FOLDERS), f"{SAMPLES}/*.png"]
 # The Hub matches a whole path with fnmatch, whose * crosses slashes: these hold two of the patterns to one folder.
 NOT_UPLOADED = [f"*/{PICTURES}", f"{SAMPLES}/*/*"]
+
+# What makes two rows of evaluate.py's results points of one line, besides the number of images.
+METHOD = ("weights", "sampler", "steps", "settings", "reference", "reference_fingerprint", "precision")
+# In the environment of an evaluation that a training has started, and that has no business with the trackers.
+IN_TRAINING = "EXACT_DDPM_IN_TRAINING"
 
 # The results stand between these two headings of the card.
 EVALUATION, AFTER_EVALUATION = "## Evaluation", "## Repeat this run"
@@ -413,8 +419,31 @@ def open_trackers(config: TrainingConfig, names: list[str], last_step: int) -> l
     return trackers
 
 
+def name_of_curves(row: Mapping[str, object]) -> str:
+    """Name the folder of curves that a row of results belongs to: a curve must not join two methods."""
+    words = " ".join(str(row[part]) for part in METHOD if row[part] not in (None, "", "no"))
+    return "evaluation/" + re.sub(r"[^\w.=]+", "-", words)
+
+
+def curves_at(results: Path, step: int) -> dict[str, float]:
+    """Return what a table of results has of a step, by the names of its curves; nothing of one that is damaged."""
+    values = {}
+    with suppress(OSError, ValueError, KeyError, csv.Error), results.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            # Of several sets there is the mean besides.
+            if row["step"] == str(step) and "seeds=" not in row["settings"]:
+                numbers = {name: value for name, value in row.items() if "@" in name and value}
+                values |= {f"{name_of_curves(row)}/{name}": float(value) for name, value in numbers.items()}
+    return values
+
+
 def log_evaluation(run: RunFolder, values: dict[str, float], step: int) -> None:
-    """Add what was measured of a checkpoint to the curves of its run in wandb and trackio."""
+    """Add what was measured of a checkpoint to the curves of its run in wandb and trackio.
+
+    Two processes must not write one run there: a training that has started the evaluation does this itself.
+    """
+    if os.environ.get(IN_TRAINING):
+        return
     config = run.read_config()
     config.output_dir = str(run.path)
     for tracker in open_trackers(config, [name for name in trackers_of(config) if name != TensorBoard.name], step):

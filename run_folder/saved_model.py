@@ -126,7 +126,10 @@ class SavedModel:
                 raise ValueError("its betas are rescaled (rescale_betas_zero_snr), which no sampler here takes")
             if self.learns_variance and variance_type not in LEARNED_VARIANCES:
                 raise ValueError(f"its network predicts a variance too, but variance_type is {variance_type}")
-            return ExactDDPMScheduler.from_config({**self.scheduler_config, "variance_type": variance_type})
+            scheduler = ExactDDPMScheduler.from_config({**self.scheduler_config, "variance_type": variance_type})
+            if scheduler.ends_without_signal and scheduler.config.prediction_type == "epsilon":
+                raise ValueError("its last x_t is noise alone, in which a network that predicts epsilon sees no x_0")
+            return scheduler
 
     def load(self, device: torch.device) -> torch.nn.Module:
         """Load the network, ready for inference."""
@@ -265,19 +268,19 @@ def _checkpoints_at(run: Path, steps: list[str], weights: str | None) -> list[Sa
 def _valid(folders: Iterable[Path], weights: str | None) -> Iterator[SavedModel]:
     for folder in folders:
         try:
-            yield _read_checkpoint(folder, weights)
+            yield read_checkpoint(folder, weights)
         except InvalidCheckpoint as error:
             logger.warning("%s is left out: %s", folder, error)
 
 
 def _named_checkpoint(folder: Path, weights: str | None, flag: str) -> SavedModel:
     try:
-        return _read_checkpoint(folder, weights)
+        return read_checkpoint(folder, weights)
     except InvalidCheckpoint as error:
         raise UserError(f"{flag}: {folder} is not a valid checkpoint: {error}") from error
 
 
-def _read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
+def read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
     """Return the model of a checkpoint, whose files that are needed are verified."""
     from schedulers.betas import BETA_END, BETA_START
     from schedulers.ddpm import build_scheduler

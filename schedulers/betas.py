@@ -46,6 +46,11 @@ def warmup(fraction: float, steps: int, start: float, end: float) -> torch.Tenso
     return torch.cat([linear(rising, start, end), constant(steps - rising, start, end)])
 
 
+def jsd(steps: int, start: float, end: float) -> torch.Tensor:
+    """1/T, 1/(T-1), ..., 1 (Ho et al. 2020, code): the share a_t of the image falls evenly, to nothing at the end."""
+    return 1 / torch.arange(steps, 0, -1, dtype=torch.float64)
+
+
 BETA_SCHEDULES: dict[str, Callable[[int, float, float], torch.Tensor]] = {
     "linear": linear,
     "quadratic": quadratic,
@@ -54,6 +59,7 @@ BETA_SCHEDULES: dict[str, Callable[[int, float, float], torch.Tensor]] = {
     "constant": constant,
     "warmup10": partial(warmup, 0.1),
     "warmup50": partial(warmup, 0.5),
+    "jsd": jsd,
 }
 
 # What diffusers calls the schedules that it knows too; the others are saved as a list of betas.

@@ -133,8 +133,11 @@ class ExactDDPMScheduler(DDPMScheduler):
         else:
             own = ("beta_schedule", "num_train_timesteps", "beta_start", "beta_end")
             self.betas = make_betas(*(self.config[name] for name in own))
-        if len(self.betas) != self.config.num_train_timesteps or not ((self.betas > 0) & (self.betas < 1)).all():
-            raise ValueError(f"it needs {self.config.num_train_timesteps} betas, each above 0 and below 1")
+        steps = self.config.num_train_timesteps
+        # The last may be 1, as it is in jsd.
+        below_one = (self.betas < 1).all() or (steps > 1 and self.betas[-1] == 1 and (self.betas[:-1] < 1).all())
+        if len(self.betas) != steps or not (self.betas > 0).all() or not below_one:
+            raise ValueError(f"it needs {steps} betas, each above 0 and below 1; of several the last may be 1")
         self.register_to_config(prediction_type=self.config.prediction_type.removesuffix(LOG_VARIANCE))
         prediction_of(self.config.prediction_type)
         if self.learns_variance and len(self.betas) < 2:
@@ -146,6 +149,11 @@ class ExactDDPMScheduler(DDPMScheduler):
     @property
     def learns_variance(self) -> bool:
         return self.config.variance_type in LEARNED_VARIANCES
+
+    @property
+    def ends_without_signal(self) -> bool:
+        """Tell whether the last x_t is noise alone, of which epsilon says nothing about x_0 (Lin et al. 2024)."""
+        return self.alphas_cumprod[-1].item() == 0
 
     def plain(self) -> DDPMScheduler:
         """Make the stock scheduler with the same configuration: what is saved in a run.

@@ -304,7 +304,7 @@ class LogSNRBins:
     """
 
     def __init__(self, alphas_cumprod: torch.Tensor, count: int = 16):
-        self.log_snr = alphas_cumprod.double().logit()
+        self.log_snr = log_snr_of(alphas_cumprod)
         highest, lowest = self.log_snr[0].item(), self.log_snr[-1].item()
         if highest == lowest:  # a single timestep
             highest, lowest = highest + 0.5, lowest - 0.5
@@ -335,6 +335,14 @@ class LogSNRBins:
         filled = np.full((len(edges) - 1, *values.shape[1:]), filling, dtype=float)
         filled[np.searchsorted(edges, self.edges[:, 0].numpy())] = values
         return edges, filled
+
+
+def log_snr_of(alphas_cumprod: torch.Tensor) -> torch.Tensor:
+    """Compute log(a_t / (1 - a_t)); a last t with nothing left of the image is one more step like the one before."""
+    log_snr = alphas_cumprod.double().logit()
+    if log_snr[-1] == -math.inf:
+        log_snr[-1] = log_snr[-2] - (log_snr[-3] - log_snr[-2] if len(log_snr) > 2 else 1)
+    return log_snr
 
 
 def saturation(alphas_cumprod: torch.Tensor) -> int:

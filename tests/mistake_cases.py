@@ -427,6 +427,13 @@ family("conflicts", "train_unconditional.py {tiny} --output_dir=out", """
     --variance_type=learned_range --timestep_sampler=infonoise :: infonoise & squared errors
     --variance_type=learned_range --timestep_sampler=ats :: ats & squared errors
     --variance_type=learned --ddpm_num_steps=1 --ddpm_num_inference_steps=1 :: variance_type & two timesteps
+    --evaluate_every=3                          :: evaluate_every 3 & multiple & checkpointing_steps
+    --evaluate_every=5000 --evaluate_options=--ddim :: evaluate_options & hyphens
+    --ddpm_beta_schedule=jsd                    :: jsd & prediction_type epsilon
+    --ddpm_beta_schedule=jsd --prediction_type=sample --beta_end=0.1 :: beta_end & jsd
+    --clip_per_replica=4 --gradient_accumulation_steps=2 :: clip_per_replica 4 & gradient_accumulation_steps
+    --clip_per_replica=7 --total_batch_size=128 :: 7 & total_batch_size
+    --clip_per_replica=4 --mixed_precision=fp16 :: clip_per_replica & fp16
 """)
 family("idle options", "train_unconditional.py {tiny} --max_train_steps=1 --output_dir=out", """
     --ema_power=0.5                             :: ema_power & ema_warmup
@@ -450,6 +457,7 @@ family("idle options", "train_unconditional.py {tiny} --max_train_steps=1 --outp
     --dataset_config_name=x                     :: dataset_config_name
     --dropout=0.3                               :: dropout
     --num_epochs=3                              :: num_epochs
+    --evaluate_options num_images=12            :: evaluate_options & evaluate_every
     --save_images_epochs=2 --save_images_steps=3 :: save_images
 """)
 family("idle options", CONDITIONAL, """
@@ -495,6 +503,15 @@ family("idle options", EVALUATE, """
     --generated=images --real=photos --inception_weights=run/config.yaml :: inception_weights
     --generated=images --real=photos --modes clean :: modes
     --run_dir=run --resolution=16               :: resolution
+    --generated=images --real=photos --watch    :: watch & run
+    --run_dir=run --watch --checkpoints 2       :: checkpoints & watch
+    --run_dir=run --watch --nll                 :: watch & nll
+    --run_dir=run --split train train           :: split & twice
+    --run_dir=class_run --keep_best=fd --guidance_scales 1 2 :: keep_best & guidance_scales
+    --run_dir=run --keep_best=fid               :: keep_best & fd
+    --run_dir=run --keep_best=loss              :: keep_best|loss & fd
+    --run_dir=run --features=inception --keep_best=fd :: keep_best fd & fid
+    --dataset_name=digits --resolution=8 --split train test --save_statistics=x.safetensors :: save_statistics & split
     --run_dir=run --ddpm --ddim                 :: choose one
     --save_statistics=x.safetensors --real=images :: resolution
 """)

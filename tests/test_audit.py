@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from run_folder.config import parse_config, resolve_batch_sizes
-from training.audit import audit, format_audit
+from training.audit import audit, describe_clip, format_audit
 from training.network import build_unet
 from training.setup import build_process
 from training.update import build_ema, build_optimizer
@@ -59,6 +59,7 @@ def test_the_paper_does_not_deviate_from_itself(paper_unet):
         (["--adam_beta1=0.95"], "optimiser"),
         (["--adam_weight_decay=1e-6"], "optimiser"),
         (["--max_grad_norm=2"], "optimiser"),
+        (["--clip_per_replica=4"], "optimiser"),
         (["--learning_rate=1e-4"], "learning rate"),
         (["--lr_scheduler=cosine"], "learning rate"),
         (["--lr_warmup_steps=500"], "learning rate"),
@@ -75,6 +76,13 @@ def test_every_deviation_is_marked(paper_unet, flags, what):
     table = format_audit(rows_of(paper_unet, *flags))
     assert [line.split()[1] for line in table.splitlines() if line.startswith("  !")] == [what.split()[0]]
     assert "1 deviation(s)" in table
+
+
+def test_the_clip_of_the_original_is_named(paper_unet):
+    assert deviations(paper_unet, "--clip_per_replica=8") == []
+    config = parse_config(["--dataset_name=digits"])
+    assert "the original's code clips those of 8 parts of it (--clip_per_replica 8)" in describe_clip(config)
+    assert describe_clip(replace(config, clip_per_replica=8)) == ""
 
 
 def test_the_library_network_is_marked_though_its_size_is_the_same(paper_unet):

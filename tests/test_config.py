@@ -48,7 +48,7 @@ def test_the_recipe_is_the_default():
     recipe = parse_config([f"--config={ROOT / 'configs' / 'cifar10.yaml'}"])
     plain = parse_config(["--dataset_name=uoft-cs/cifar10"])
     given = {"channels", "config", "output_dir", "max_train_steps", "checkpointing_steps", "save_images_steps",
-             "eval_batch_size"}  # fmt: skip
+             "eval_batch_size", "keep_every"}  # fmt: skip
     assert {name for name in vars(plain) if getattr(plain, name) != getattr(recipe, name)} == given
     assert resolve_batch_sizes(recipe, 1).total == 128
     assert resolve_steps(plain, 390) == recipe.max_train_steps == 800_000

@@ -192,6 +192,48 @@ class TestRun:
         assert (tmp_path / "evaluation_results.csv").read_bytes() == before
         assert "repeats=3" not in capsys.readouterr().out
 
+    def test_two_splits_are_measured_with_the_images_of_one(self, run, evaluate, tmp_path, monkeypatch, capsys):
+        import numpy as np
+        from PIL import Image
+
+        from evaluation.features import FeatureExtractor
+        from evaluation.samples import Samples
+
+        generator = np.random.default_rng(0)
+        for split, count in (("train", 30), ("test", 20)):
+            (tmp_path / "photos" / split).mkdir(parents=True)
+            for number in range(count):
+                pixels = generator.integers(0, 256 if split == "train" else 100, (8, 8), np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "photos" / split / f"{number}.png")
+        generate, extract, generated, passes = Samples.generate, FeatureExtractor.extract, [], []
+        monkeypatch.setattr(Samples, "generate", lambda *given: generated.append(0) or generate(*given))
+
+        def noted(extractor, batches, count, name, *given, **named):
+            passes.append(name)
+            return extract(extractor, batches, count, name, *given, **named)
+
+        monkeypatch.setattr(FeatureExtractor, "extract", noted)
+        flags = [f"--run_dir={run}", *SAMPLED, "--checkpoints=4", f"--train_data_dir={tmp_path / 'photos'}"]
+        evaluate(*flags, "--split", "train", "test", f"--output_dir={tmp_path / 'both'}")
+        assert len(generated) == 1
+        assert passes.count("checkpoint-4") == 1
+        both = read_csv(tmp_path / "both" / "evaluation_results.csv")
+        names = [row["reference"].partition(",")[0] for row in both]
+        assert [name.partition("[")[2] for name in names] == ["train]", "test]"]
+        table = capsys.readouterr().out.split("train_seconds")[1]
+        assert all(name in table for name in ("reference", *names))
+        for split, row in zip(("train", "test"), both, strict=True):
+            evaluate(*flags, f"--split={split}", f"--output_dir={tmp_path / split}")
+            (alone,) = read_csv(tmp_path / split / "evaluation_results.csv")
+            assert metrics_in(row) == pytest.approx(metrics_in(alone), rel=1e-9, abs=1e-9)
+        assert both[0]["fd_tiny_vision@12"] != both[1]["fd_tiny_vision@12"]
+        # One that is missing is measured with the images of both, and then there is nothing left to do.
+        generated.clear()
+        evaluate(*flags, "--split", "train", "test", f"--output_dir={tmp_path / 'train'}")
+        evaluate(*flags, "--split", "train", "test", f"--output_dir={tmp_path / 'train'}")
+        assert len(generated) == 1
+        assert len(read_csv(tmp_path / "train" / "evaluation_results.csv")) == 2
+
     def test_kept_images_of_several_sets_are_in_one_folder(self, run, evaluate, tmp_path):
         import shutil
 

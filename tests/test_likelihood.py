@@ -208,6 +208,48 @@ class TestScript:
         (large, small) = read(tmp_path / "out" / "likelihood.csv")
         assert float(large["nll"]) != float(small["nll"])
 
+    @pytest.mark.parametrize("kind", ["class", "text"])
+    def test_given_the_class_or_the_caption_of_each_image(
+        self, kind, tiny_flags, text_flags, text_encoder, evaluate, tmp_path
+    ):
+        """The bits are those of the network with sklearn's own labels, and not those with another order of them."""
+        from diffusers import UNet2DConditionModel, UNet2DModel
+        from sklearn.datasets import load_digits
+
+        from conditions.text_encoder import TextEncoder
+        from image_data.sources import spread
+
+        # A learning rate at which the condition matters after four steps.
+        flags = ["--max_train_steps=4", "--save_images_steps=100", "--ddpm_num_steps=20", "--learning_rate=0.05"]
+        flags += ["--lr_scheduler=constant", "--lr_warmup_steps=0", "--no_use_ema"]
+        base = [flag for flag in (text_flags if kind == "text" else tiny_flags) if not flag.startswith("--ema")]
+        run = run_training(tmp_path / "run", [*base, *flags], script="train_conditional")
+        logging.getLogger().handlers.clear()
+        evaluate(f"--run_dir={run}", "--num_images=12", "--batch_size=8")
+        found = {row["variance_type"]: float(row["nll"]) for row in read(run / "likelihood.csv")}
+
+        digits = load_digits()
+        rows = torch.tensor(spread(1797, 12))
+        images = torch.from_numpy((digits.images[rows] / 16 * 255).round().astype(np.uint8))[:, None]
+        labels, scheduler = torch.from_numpy(digits.target[rows]), build_scheduler("linear", 20)
+        network = (UNet2DConditionModel if kind == "text" else UNet2DModel).from_pretrained(
+            run / "checkpoint-4" / "unet"
+        )
+        words = "zero one two three four five six seven eight nine".split()
+
+        def nll(labels: torch.Tensor, variance_type: str) -> float:
+            inputs = {"class_labels": labels}
+            if kind == "text":
+                captions = [f"a handwritten {words[label]}" for label in labels]
+                states, mask = TextEncoder(str(text_encoder), torch.device("cpu")).encode(captions)
+                inputs = {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+            found = measure_batch(lambda x_t, t: network(x_t, t, **inputs).sample, scheduler, images, rows)
+            return bound_of(found, scheduler, variance_type).nll
+
+        for variance_type, bits in found.items():
+            assert bits == pytest.approx(nll(labels, variance_type), rel=1e-5)
+            assert abs(bits - nll(labels.roll(1), variance_type)) > 1e-4 * bits
+
     @pytest.mark.parametrize(
         ("flags", "message"),
         [

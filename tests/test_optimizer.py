@@ -1,10 +1,12 @@
 """The learning rate and the moving average do what the paper's do, step by step."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from run_folder.config import parse_config
-from training.update import build_ema, build_optimizer, learning_rate_schedule
+from training.update import Update, build_ema, build_optimizer, learning_rate_schedule
 
 
 def config(*flags: str):
@@ -62,6 +64,42 @@ def test_ramp_is_an_option():
 
 def test_no_moving_average():
     assert build_ema(config("--no_use_ema"), torch.nn.Linear(1, 1)) is None
+
+
+def test_gradients_of_replicas_are_clipped_as_the_original_does():
+    """Its TPU code, written out for 8 replicas: each has loss / 8, and clips its gradient at 1 / 8; Adam gets the sum.
+
+    CrossShardOptimizer scales the loss and sums, make_optimizer clips in between, with grad_clip / num_replicas
+    (diffusion_tf/tpu_utils/tpu_utils.py, diffusion_tf/utils.py).
+    """
+    torch.manual_seed(0)
+    network = torch.nn.Linear(5, 3).double()
+    # The parts differ in the length of their gradient: some are clipped, some are not.
+    inputs = torch.randn(8, 16, 5).double() * torch.logspace(-2, 1, 8)[:, None, None]
+    losses = [network(part).square().mean() for part in inputs]
+    total, norms = [torch.zeros_like(weight) for weight in network.parameters()], []
+    for loss in losses:
+        gradients = torch.autograd.grad(loss / 8, [*network.parameters()], retain_graph=True)
+        norms.append(torch.cat([gradient.flatten() for gradient in gradients]).norm())
+        for sum_, gradient in zip(total, gradients, strict=True):
+            sum_ += gradient * (1 / 8) / torch.maximum(norms[-1], torch.tensor(1 / 8))  # tf.clip_by_global_norm
+    assert 2 < sum(norm > 1 / 8 for norm in norms) < 7
+
+    processes = SimpleNamespace(device=torch.device("cpu"), count=1, accelerator=SimpleNamespace(scaler=None))
+    update = Update(config("--clip_per_replica=8", "--no_use_ema"), network, 100, processes)
+    for _ in range(2):  # what one step leaves does not reach the next
+        update.begin()
+        for part in inputs:
+            update.backward(network(part).square().mean() / 8)
+        update.clip()
+        for weight, expected in zip(network.parameters(), total, strict=True):
+            torch.testing.assert_close(weight.grad, expected, rtol=1e-12, atol=0)
+        assert update.gradient_norm.item() == pytest.approx(torch.cat([part.flatten() for part in total]).norm().item())
+        update.optimizer.zero_grad()
+    # Clipped as a whole it would be another gradient.
+    torch.stack(losses).mean().backward()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    assert (network.weight.grad - total[0]).norm() > 0.1 * total[0].norm()
 
 
 def test_optimizer_is_adam():

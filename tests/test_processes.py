@@ -67,6 +67,20 @@ def test_two_processes_make_the_same_run(launcher, flags, alone, tmp_path):
     assert np.abs(ours - theirs).max() <= 1
 
 
+def test_replicas_are_clipped_alike_on_one_process_and_two(flags, tmp_path):
+    """A limit that cuts every gradient; without it the run is another one."""
+    runs = []
+    for number in (1, 2):
+        runs.append(tmp_path / f"{number}")
+        limits = ["--clip_per_replica=4", "--max_grad_norm=0.05", f"--output_dir={runs[-1]}"]
+        train = [flag for flag in flags if not flag.startswith("--train_batch_size")]
+        preloaded.run(["train_unconditional.py", *train, *limits], processes=number)
+    one, two = map(metrics_of, runs)
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in two] == pytest.approx([line[name] for line in one], rel=1e-5)
+    assert all(line["grad_norm"] <= 0.05 * (1 + 1e-6) for line in one)
+
+
 def test_accelerate_launch_with_one_process(flags, alone, tmp_path):
     run = tmp_path / "run"
     preloaded.run([BIN / "accelerate", "launch", "train_unconditional.py", *flags, f"--output_dir={run}"])

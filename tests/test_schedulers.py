@@ -9,6 +9,7 @@ from common.randomness import generator_for
 from schedulers.betas import BETA_SCHEDULES, DIFFUSERS_NAMES, make_betas
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from schedulers.denoising import linear
+from schedulers.timestep_samplers import LogSNRBins
 
 T = 1000
 
@@ -63,7 +64,46 @@ def test_the_papers_other_schedules():
     assert (warm[500:] == 0.02).all()
 
 
-@pytest.mark.parametrize("schedule", ["linear", "quadratic", "cosine", "sigmoid"])
+def test_jsd_is_that_of_the_original():
+    """As its get_beta_schedule writes it; the share of the image that is left falls evenly to nothing."""
+    np.testing.assert_allclose(make_betas("jsd", T).numpy(), 1.0 / np.linspace(T, 1, T, dtype=np.float64), rtol=1e-15)
+    cumulative = build_scheduler("jsd", prediction_type="sample").alphas_cumprod
+    np.testing.assert_allclose(cumulative.numpy(), np.arange(T - 1, -1, -1) / T, rtol=1e-9)
+    assert cumulative[-1] == 0
+
+
+@pytest.mark.parametrize("variance_type", ["fixed_large", "fixed_small"])
+@pytest.mark.parametrize("prediction_type", ["sample", "v_prediction"])
+def test_a_stock_scheduler_takes_the_steps_of_jsd(prediction_type, variance_type, tmp_path):
+    exact = build_scheduler("jsd", prediction_type=prediction_type, variance_type=variance_type)
+    exact.plain().save_pretrained(tmp_path)
+    stock = DDPMScheduler.from_pretrained(tmp_path)
+    assert stock.config.trained_betas[-1] == 1
+    images = random_images(2)
+    for t in (999, 998, 500, 1, 0):
+        sample = exact.add_noise(images, random_noise(images, t), torch.full((2,), t))
+        output = random_noise(images, T + t)
+        ours, theirs = (one.step(output, t, sample, generator=generator_for(t)).prev_sample for one in (exact, stock))
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    assert torch.equal(exact.add_noise(images, random_noise(images), torch.full((4,), T - 1)), random_noise(images))
+
+
+def test_bins_of_log_snr_reach_the_step_without_signal():
+    bins = LogSNRBins(build_scheduler("jsd", prediction_type="sample").alphas_cumprod)
+    assert bins.log_snr.isfinite().all()
+    assert (bins.log_snr.diff() < 0).all()
+    assert bins.log_snr[-1] == pytest.approx(np.log(1 / 999) - (np.log(2 / 998) - np.log(1 / 999)))
+    assert bins.counts.sum() == T
+
+
+def test_only_the_last_beta_may_be_one():
+    with pytest.raises(ValueError, match="it needs 3 betas, each above 0 and below 1; of several"):
+        ExactDDPMScheduler(num_train_timesteps=3, trained_betas=[0.1, 1.0, 0.5])
+    with pytest.raises(ValueError, match="it needs 1 betas"):
+        ExactDDPMScheduler(num_train_timesteps=1, trained_betas=[1.0])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "quadratic", "cosine", "sigmoid", "jsd"])
 def test_add_noise_at_every_timestep(schedule):
     scheduler, tables = build_scheduler(schedule), paper_tables(schedule)
     images = random_images(1).expand(T, -1, -1, -1)

@@ -75,10 +75,10 @@ def on_gpu(monkeypatch, tiny_network):
     return mode, unet
 
 
-@pytest.fixture
-def step(monkeypatch, on_gpu):
+@pytest.fixture(params=[[], ["--clip_per_replica=1"]], ids=["plain", "per replica"])
+def step(monkeypatch, on_gpu, request):
     """What a step of the training needs, but for its gradient: autograd wants a device for that."""
-    config = parse_config(["--dataset_name=digits", "--no_use_ema"])
+    config = parse_config(["--dataset_name=digits", "--no_use_ema", *request.param])
     loss = build_loss(vars(config), build_process(config))
     processes = SimpleNamespace(device=CUDA, count=1, index=0, accelerator=SimpleNamespace(scaler=None))
     loss.start(0, 4, 1, lambda rows: {}, processes)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PAPER_REPLICAS = 8  # cores of a TPU v3-8, each with a part of the batch
+
 
 @dataclass
 class Row:
@@ -42,6 +44,8 @@ def audit(run: Run) -> list[Row]:
     optimizer = "Adam({:g}, {:g}), eps {:g}, decay {:g}, clip {:g}".format(
         *adam["betas"], adam["eps"], adam["weight_decay"], config.max_grad_norm
     )
+    if config.clip_per_replica not in (None, PAPER_REPLICAS):
+        optimizer += f" in each of {config.clip_per_replica} replicas"
     warmup = "" if config.lr_scheduler == "constant" else f", {config.lr_warmup_steps} steps"
     rate = f"{config.learning_rate:g}, {config.lr_scheduler}{warmup}"
     batch = f"{sizes.total}"
@@ -135,6 +139,14 @@ def format_audit(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def describe_clip(config: TrainingConfig) -> str:
+    """Say how clipping differs from the original's code; the paper does not mention it, so it is no row."""
+    if config.clip_per_replica is not None:
+        return ""
+    parts = f"those of {PAPER_REPLICAS} parts of it (--clip_per_replica {PAPER_REPLICAS})"
+    return f"\n  Gradients are clipped for the whole batch; the original's code clips {parts}."
+
+
 def announce(run: Run) -> None:
     """Log the lines of the diffusers examples, then what this run does differently from the paper."""
     config, sizes, total_steps, ema = run.config, run.sizes, run.total_steps, run.state.update.ema
@@ -147,7 +159,7 @@ def announce(run: Run) -> None:
     logger.info(f"  Total optimization steps = {total_steps}")
     if config.max_train_seconds is not None:
         logger.info(f"  Training time at most = {config.max_train_seconds:g} seconds")
-    logger.info(f"Audit against Ho et al. 2020, CIFAR-10:\n{format_audit(audit(run))}")
+    logger.info(f"Audit against Ho et al. 2020, CIFAR-10:\n{format_audit(audit(run))}{describe_clip(config)}")
     log_objective(config, run.state.loss, draws=sizes.total * total_steps)
     if config.dry_run:
         logger.info(f"Configuration:\n{as_yaml(config)}")

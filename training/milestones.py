@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from PIL import Image
 
-from common.errors import RunFailed, reason_of
+from common.errors import RunFailed, UserError, reason_of
 from common.files import written_aside
 from common.interruption import Interrupted, fault_point, stop_requested
 from common.progress import progress_bar
 from image_data.grid import image_grid, side_by_side
-from run_folder.checkpoints import CheckpointWriter, networks_of, newest
+from run_folder.checkpoints import CheckpointWriter, networks_of, newest, step_of
 from run_folder.folder import RunFolder
+from run_folder.publish import IN_TRAINING, curves_at
 from schedulers.denoising import DDPM, denoise, network_predict, to_uint8
 
 if TYPE_CHECKING:
@@ -78,6 +80,8 @@ class Milestones:
                 stopped = not self.draw_samples(state)
             if not stopped and (finished or (self.model_steps and step % self.model_steps == 0)):
                 self.save_pipeline(state)
+            if not stopped and self._evaluation_is_due(step, finished):
+                stopped = not self.evaluate(step)
             if stopped and not save:  # while the grid was drawn, which all processes have left together
                 self._save(state)
             if finished or stopped:
@@ -104,6 +108,8 @@ class Milestones:
             if over:
                 self.save_pipeline(state)
                 self.processes.barrier()
+            if self.config.evaluate_every:
+                self.evaluate(state.step if self._evaluation_is_due(state.step, over) else None, at_start=True)
 
     def _save(self, state: TrainingState) -> None:
         """Save what all processes agree on; all must ask."""
@@ -199,6 +205,39 @@ class Milestones:
         except OSError as error:
             logger.warning("%s could not be written: %s", path, error.strerror)
         self.run.tracking.log_picture("test_samples", picture, step)
+
+    def _evaluation_is_due(self, step: int, over: bool) -> bool:
+        every = self.config.evaluate_every
+        return every is not None and step > 0 and (over or step % every == 0)
+
+    def evaluate(self, step: int | None, at_start: bool = False) -> bool:
+        """Have evaluate.py measure the checkpoint of a step, on all devices; False if a stop was asked for meanwhile.
+
+        It does not measure twice, and goes on where it was interrupted. At the start of a process it must be able to
+        measure: what goes wrong is an error then, and a warning later.
+        """
+        config, processes, results = self.config, self.processes, self.folder.results_file
+        saved = processes.broadcast(self.last_checkpoint if processes.is_main else None)
+        if step is not None and (saved is None or step_of(saved) != step):
+            return True  # it could not be saved, and that has been said
+        clear_device_cache()  # the training keeps its tensors on the device, and nothing else
+        before = {} if step is None else curves_at(results, step)
+        names = ("cache_dir", "num_workers", *(("mixed_precision",) if config.mixed_precision != "fp16" else ()))
+        flags = [f"--{name}={getattr(config, name)}" for name in names if getattr(config, name) is not None]
+        flags += ["--allow_tf32"] * config.allow_tf32 + [f"--{entry}" for entry in config.evaluate_options]
+        flags += [f"--run_dir={self.folder.path}", f"--checkpoints={'none' if step is None else step}"]
+        codes = processes.run_script("evaluate.py", flags, **{IN_TRAINING: "1"})
+        if processes.all_reduce_any(stop_requested() is not None):
+            return False
+        if code := next(filter(None, codes), None):
+            failed = f"evaluate.py ended with {code}, and a line above says why"
+            if at_start:
+                raise UserError(f"--evaluate_every {config.evaluate_every}: {failed}")
+            logger.warning("checkpoint-%d is not measured: %s", step, failed)
+        elif step is not None:
+            new = {name: value for name, value in curves_at(results, step).items() if before.get(name) != value}
+            self.run.tracking.log_evaluation(new, step)
+        return True
 
     def save_pipeline(self, state: TrainingState) -> None:
         """Make the run's folder a pipeline with the moving average as its weights; without a condition a stock one."""

@@ -131,6 +131,8 @@ class Run:
 
     def gradient_exchange(self, enabled: bool) -> AbstractContextManager:
         """Exchange gradients with the other processes at the end of the pass in here, if enabled."""
+        if self.config.clip_per_replica:
+            enabled = False  # every process clips its own first; `Update.clip` exchanges what is left
         return nullcontext() if enabled else self.processes.accelerator.no_sync(self.network)
 
     def check_health(self, ending: Ending) -> None:

@@ -29,7 +29,7 @@ from common.progress import progress_bar
 from image_data.batches import Batch
 from run_folder.config import trackers_of
 from run_folder.folder import QUARTERS, RunFolder, read_lines
-from run_folder.publish import open_trackers
+from run_folder.publish import TensorBoard, open_trackers
 from schedulers.timestep_samplers import LogSNRBins
 
 if TYPE_CHECKING:
@@ -243,6 +243,12 @@ class Tracking:
 
     def log_picture(self, name: str, picture: Image.Image, step: int) -> None:
         self._to_trackers(lambda tracker: tracker.log_picture(name, picture, step))
+
+    def log_evaluation(self, values: dict[str, float], step: int) -> None:
+        """Log what evaluate.py has measured of a checkpoint where it does not do so itself."""
+        if not values:
+            return
+        self._to_trackers(lambda tracker: None if isinstance(tracker, TensorBoard) else tracker.log(values, step))
 
     def log_timesteps(self, state: TrainingState) -> None:
         """Show what a sampler does as histograms: its density over t; over log-SNR that, its signals, and the loss."""

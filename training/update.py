@@ -7,10 +7,11 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from diffusers.optimization import get_scheduler
 from ema_pytorch import EMA
 
-from common.errors import RunFailed
+from common.errors import RunFailed, UserError
 from common.processes import Processes
 from run_folder.config import TrainingConfig
 from training.tracking import Window
@@ -29,19 +30,55 @@ class Update:
         self.optimizer, self.ema = build_optimizer(config, unet), build_ema(config, unet)
         self.scaler: torch.amp.GradScaler | None = processes.accelerator.scaler
         self.learning_rate = learning_rate_schedule(config, total_steps)
+        self.replicas = config.clip_per_replica  # whose gradients are clipped one by one, if any
+        if self.replicas and self.scaler is not None:
+            raise UserError("--clip_per_replica does not go with fp16, which scales gradients; use bf16 or no")
+        self._clipped = [torch.zeros_like(weight) for weight in unet.parameters()] if self.replicas else []
         self.failed_at = torch.full((), NEVER_FAILED, device=processes.device)
 
     def begin(self) -> None:
         """Begin to sum the objective of a step."""
         self.objective = torch.zeros((), device=self.processes.device)
+        if self.replicas:
+            torch._foreach_zero_(self._clipped)
 
     def backward(self, objective: torch.Tensor) -> None:
         """Add a forward pass's share of the objective, and its gradient."""
         (objective if self.scaler is None else self.scaler.scale(objective)).backward()
         self.objective += objective.detach()
+        if self.replicas:
+            self._clip_replica()
+
+    def _clip_replica(self) -> None:
+        """Take the gradient of a forward pass away, clipped as one of the original's replicas clips its own.
+
+        With R replicas it is at 1/R of its scale there, and so is the limit (`tpu_utils.py` of the original). Here both
+        are at 1 over the number of this process's passes.
+        """
+        gradients = [weight.grad for weight in self.unet.parameters()]
+        limit = self.max_grad_norm * self.processes.count / self.replicas
+        factor = (limit / torch.nn.utils.get_total_norm(gradients)).clamp(max=1)
+        torch._foreach_mul_(gradients, factor)
+        torch._foreach_add_(self._clipped, gradients)
+        self.optimizer.zero_grad()
+
+    def _average_replicas(self) -> None:
+        """Make the mean over all replicas the gradient."""
+        if self.processes.count > 1:
+            total = torch.cat([gradient.flatten() for gradient in self._clipped])
+            dist.all_reduce(total)
+            parts = (total / self.processes.count).split([gradient.numel() for gradient in self._clipped])
+            shaped = [part.view_as(gradient) for part, gradient in zip(parts, self._clipped, strict=True)]
+            torch._foreach_copy_(self._clipped, shaped)
+        for weight, gradient in zip(self.unet.parameters(), self._clipped, strict=True):
+            weight.grad = gradient
+        self.gradient_norm = torch.nn.utils.get_total_norm(self._clipped)
 
     def clip(self) -> None:
         """Clip the gradient at `max_grad_norm`."""
+        if self.replicas:
+            self._average_replicas()
+            return
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.unet.parameters(), self.max_grad_norm)

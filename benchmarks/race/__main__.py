@@ -9,11 +9,8 @@ to go on with a race that was stopped. What is measured is in benchmarks/results
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
-import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +21,10 @@ import torch
 from benchmarks.race.plan import Entry, Race, points_of, read_race, require
 from common.errors import RunFailed, UserError, run_script
 from common.files import lock, write_atomically
-from common.interruption import EXIT_INTERRUPTED, Interrupted, stop_requested, stops_deferred
+from common.interruption import EXIT_INTERRUPTED, Interrupted, run_child, stops_deferred
 
 if TYPE_CHECKING:
     from benchmarks.race.measure import Judge
-
-PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent has died
 
 
 def main() -> None:
@@ -94,26 +89,15 @@ def make_judge(race: Race) -> Judge:
 
 def train(entry: Entry, plan: Path, threads: int) -> None:
     """Train in a process of its own, or go on with a run that was stopped; a stop is the training's to save first."""
-    libc = ctypes.CDLL(None)
+    command = [sys.executable, "-m", "benchmarks.race.train", str(plan)]
     with stops_deferred():
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.race.train", str(plan)],
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
-        )
-        while process.poll() is None:
-            try:
-                process.wait(0.5)
-            except subprocess.TimeoutExpired:
-                if stop_requested():
-                    process.terminate()
-                    process.wait()
-    if process.returncode == EXIT_INTERRUPTED:
+        code = run_child(command, {**os.environ, "OMP_NUM_THREADS": str(threads)})
+    if code == EXIT_INTERRUPTED:
         raise Interrupted(f"{entry.name}: stopped in its training; start the same command again to continue")
-    if process.returncode == UserError.exit_code:
+    if code == UserError.exit_code:
         raise UserError(f"{entry.name} cannot be trained: the line above says why")
-    if process.returncode != 0:
-        raise RunFailed(f"{entry.name} ended with {process.returncode}; start the same command again to continue")
+    if code != 0:
+        raise RunFailed(f"{entry.name} ended with {code}; start the same command again to continue")
 
 
 def measure(race: Race, entry: Entry, judge: Judge) -> None:
