@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from common.errors import UserError
 from common.options import (
+    EMA_LENGTH,
     NOT_NEGATIVE,
     NUM_WORKERS,
     POSITIVE,
@@ -60,10 +61,17 @@ class ImagesOptions:
 @section("for a run: its checkpoints, and how to generate their images")
 class RunOptions:
     checkpoints: list[str] = option(
-        [], "Steps of the checkpoints to measure (default: all that exist; with --nll the newest)."
+        [], "Steps of the checkpoints to measure (default: all that exist; with --nll or --ema_length the newest)."
     )
     weights: Literal["ema", "raw"] | None = option(
         None, "Use the moving average of the weights, or the raw weights (default: ema, if there is one)."
+    )
+    ema_length: list[float] = option(
+        [],
+        "For a run with --ema power: measure moving averages of these lengths instead, sigma_rel of EDM2, such as 0.02 "
+        "0.05 0.1, and draw the metrics over the length.",
+        EMA_LENGTH,
+        not_with="weights=raw",
     )
     batch_size: int | None = option(
         None,
@@ -230,6 +238,8 @@ def validate(options: EvaluationOptions) -> None:
     for name, facts in facts_of(EvaluationOptions).items() if options.nll else ():
         if name not in WITH_NLL and getattr(options, name) != facts.default:
             raise UserError(f"--{name} has no effect with --nll, which generates no images: leave one of them out")
+    if len(set(options.ema_length)) < len(options.ema_length):
+        raise UserError(f"--ema_length {' '.join(map(str, options.ema_length))}: one of them is named twice")
     if options.run_dir and options.resolution:
         raise UserError("--resolution: for a run, real images are always resized to the resolution of the run")
     # Before networks are loaded, which can take a minute.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from run_folder.config import parse_config
-from training.update import build_ema, build_optimizer, learning_rate_schedule
+from training.update import build_averages, build_ema, build_optimizer, learning_rate_schedule
 
 
 def config(*flags: str):
@@ -61,7 +61,7 @@ def test_ramp_is_an_option():
 
 
 def test_no_moving_average():
-    assert build_ema(config("--no_use_ema"), torch.nn.Linear(1, 1)) is None
+    assert build_averages(config("--no_use_ema"), torch.nn.Linear(1, 1)) == []
 
 
 def test_optimizer_is_adam():
