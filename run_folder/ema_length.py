@@ -69,7 +69,7 @@ def at_length(model: SavedModel, length: float) -> SavedModel:
             f"are kept every --checkpointing_steps and at the end, not where a run was stopped"
         )
     files = {one: path for one, path in there.items() if one <= step}
-    coefficients, unmet = combination(*profiles_of(files), step, power_exponent(length))
+    _, unmet = combination(*profiles_of(files), step, power_exponent(length))
     if unmet > MOST_UNMET:
         raise UserError(
             f"{wanted}: the {len(files)} snapshots up to step {step} come no nearer to it than {unmet:.0%} of its "
@@ -77,10 +77,9 @@ def at_length(model: SavedModel, length: float) -> SavedModel:
             f"{' to '.join(f'{one:g}' for one in reached(files, step))}"
         )
     logger.info("%s at step %d: of %d snapshots, %.2g of its profile is unmet", wanted, step, len(files), unmet)
-    digest = hashlib.sha256(
-        json.dumps([coefficients.tolist(), [checksum_of(path) for path in files.values()]]).encode()
-    )
-    return replace(model, weights=f"ema-{length:g}", sha256=digest.hexdigest(), ema_length=length, snapshot_step=step)
+    identity = json.dumps([length, {one: checksum_of(path) for one, path in files.items()}])
+    digest = hashlib.sha256(identity.encode()).hexdigest()
+    return replace(model, weights=f"ema-{length:g}", sha256=digest, ema_length=length, snapshot_step=step)
 
 
 def profiles_of(files: dict[int, Path]) -> tuple[np.ndarray, np.ndarray]:

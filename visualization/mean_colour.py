@@ -5,13 +5,12 @@ sees only that, and knows that mean colours have the covariance S, is left with 
 principal axis, s = (1 - a_t) / (a_t D). A network should do no worse.
 """
 
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from common.errors import UserError
+from common.errors import UserError, say
 from common.plots import COLOURS, NOTE, drawing
 from common.randomness import derive_seed, standard_normal
 from image_data.sources import load_images, splits_of
@@ -20,8 +19,6 @@ from run_folder.saved_model import SavedModel, find_models
 from schedulers.ddpm import ExactDDPMScheduler, prediction_of
 from schedulers.denoising import Predict, network_predict
 from visualization.dissolving import decode_images
-
-logger = logging.getLogger(__name__)
 
 KNOWN_IMAGES = 512  # whose mean colours say how much these vary
 MEASURED_IMAGES = 64
@@ -80,17 +77,22 @@ def colour_errors(
     return {name: torch.stack(of_all).cpu() for name, of_all in errors.items()}
 
 
-def read_models(path: Path) -> list[SavedModel]:
-    """Return the newest weights of a run, the moving average first; none if there are no weights to draw."""
+def read_parts(path: Path, config: TrainingConfig) -> tuple[list[SavedModel], torch.Tensor, str] | None:
+    """Return what the picture of a run needs, its `read_models` and `read_images`; None if some of it is not there."""
     try:
-        first = find_models(str(path), [], None)[0]
-        if first.condition is not None:
-            raise UserError("its network takes a condition")
-        both = first.weights == "ema" and first.step is not None
-        return [first, *(find_models(str(path), [], "raw") if both else [])]
+        return read_models(path), *read_images(config)
     except UserError as error:
-        logger.info("The error of the mean colour is not drawn: %s", error)
-        return []
+        say(f"note: the error of the mean colour is not drawn: {error}")
+        return None
+
+
+def read_models(path: Path) -> list[SavedModel]:
+    """Return the newest weights of a run, the moving average first."""
+    (first,) = find_models(str(path), [], None)
+    if first.condition is not None:
+        raise UserError("the network takes a condition")
+    both = first.weights == "ema" and first.step is not None
+    return [first, *(find_models(str(path), [], "raw") if both else [])]
 
 
 def read_images(config: TrainingConfig) -> tuple[torch.Tensor, str]:
@@ -98,7 +100,10 @@ def read_images(config: TrainingConfig) -> tuple[torch.Tensor, str]:
     split = "test" if "test" in splits_of(config) else "train"
     few = min(config.max_train_samples or KNOWN_IMAGES, KNOWN_IMAGES)
     source = load_images(replace(config, max_train_samples=few), split)
-    return decode_images(source, config.resolution, int(config.channels)), split
+    images = decode_images(source, config.resolution, int(config.channels))
+    if len(images) < 2 or colours_of(images).var(0).sum() == 0:
+        raise UserError(f"all images of {source} have the same mean colour")
+    return images, split
 
 
 def draw_mean_colour(models: list[SavedModel], images: torch.Tensor, split: str, path: Path) -> Path:
