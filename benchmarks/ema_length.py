@@ -90,7 +90,7 @@ def measure(name: str, steps: int, sampler: str, images: int) -> Iterator[dict[s
         "megabytes_of_snapshots": round(sum(path.stat().st_size for path in files) / 1e6, 1),
         "reconstruction": errors_of(run, of_length), "rows": [],
     }  # fmt: skip
-    judge = ShortRunJudge(run.config, training_images)
+    judge = ShortRunJudge(run.config, training_images, distances=True)
     for (kind, value), model in models.items():
         measured = judge.measure(model, method_of(sampler, model), images)
         found["rows"].append({"average": kind, "value": value, **measured})

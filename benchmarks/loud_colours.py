@@ -37,7 +37,7 @@ TRAININGS = {
     "no warm-up of the learning rate": ["--lr_warmup_steps=0"],
 }
 DECAYS = (0.9, 0.98, 0.995, 0.999, 0.9999)
-SAMPLERS = ("DDIM-20", "DDIM-200", "DDPM-100", "DDPM-1000")
+SAMPLERS = ("DDIM-20", "DDIM-200", "DDPM-100")
 
 
 def track_more(run: Run) -> None:
@@ -73,14 +73,14 @@ def measure(name: str, steps: int, images: int) -> Iterator[list[dict[str, objec
         # What is given twice counts as given last.
         given = [*DATA[name], *length, f"--ema_max_decay={OWN_DECAY}", *QUIET, *flags, f"--output_dir={folder}"]
         run, training_images = train_short(given, track_more if number == 0 else lambda run: None)
-        judge = ShortRunJudge(run.config, training_images)
+        judge = ShortRunJudge(run.config, training_images, distances=False)
         (model,) = find_models(str(folder), [], None)
         found = judge.measure(model, method_of("DDIM-50", model), images)
         seconds = round(run.state.train_seconds, 1)
         rows.append({"what": "training", "option": label, "sampler": "DDIM-50", "train_seconds": seconds, **found})
         yield rows
         for what, option, variant, sampler in variants_of(run, model, folder) if number == 0 else ():
-            found = judge.measure(variant, method_of(sampler, variant), images, distances=False)
+            found = judge.measure(variant, method_of(sampler, variant), images)
             rows.append({"what": what, "option": option, "sampler": sampler, **found})
             yield rows
 
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", choices=DATA)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--images", type=int, default=500)
+    parser.add_argument("--images", type=int, default=250)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

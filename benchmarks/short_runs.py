@@ -13,6 +13,7 @@ from benchmarks.race.measure import BATCH, Judge
 from common.interruption import stops_deferred
 from common.processes import start_processes
 from conditions.condition import NoCondition
+from evaluation.evaluate_options import EvaluationOptions
 from generation.engine import InferenceSettings, Job, generate_images
 from image_data.sources import open_source
 from image_data.store import load_training_images
@@ -43,6 +44,7 @@ QUIET = [
 def train_short(flags: list[str], prepare: Callable[[Run], None] = lambda run: None) -> tuple[Run, torch.Tensor]:
     """Train a run and return it with its training images; `prepare` may add to what is tracked."""
     config = parse_config(flags)
+    AcceleratorState._reset_state(reset_partial_state=True)  # of what was run before, perhaps in another precision
     processes = start_processes(config)
     torch.set_num_threads(1)
     check_before_work(config, processes)
@@ -80,22 +82,23 @@ class Colours:
 
 
 class ShortRunJudge:
-    """Measures models against the training images of a run."""
+    """Measures models against the training images of a run: their colours, and FID and KID if these are wanted."""
 
-    def __init__(self, config: TrainingConfig, training_images: torch.Tensor, reference_images: int = 10_000):
-        AcceleratorState._reset_state(reset_partial_state=True)  # the training's, which was of another precision
-        settings = {"mixed_precision": "bf16", "compile": True, "threads": 1, "reference_images": reference_images}
-        self.judge = Judge(SimpleNamespace(**settings), config)
+    def __init__(self, config: TrainingConfig, training_images: torch.Tensor, distances: bool):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        self.judge, self.settings = None, InferenceSettings(batch_size=BATCH)
+        if distances:
+            settings = {"mixed_precision": "bf16", "compile": True, "threads": 1, "reference_images": 10_000}
+            self.judge = Judge(SimpleNamespace(**settings), config)
+            self.settings = InferenceSettings("bf16", compile=True, batch_size=BATCH)
+        self.processes = self.judge.processes if self.judge else start_processes(EvaluationOptions())
         self.real = Colours.of_images(training_images)
-        self.settings = InferenceSettings("bf16", compile=True, batch_size=BATCH)
 
-    def measure(
-        self, model: SavedModel, method: DenoisingMethod, count: int, distances: bool = True
-    ) -> dict[str, float]:
-        """Return the colours of the images of the first seeds, with FID and KID if these are wanted."""
-        drawn = list(generate_images(Job(model, method), range(count), self.judge.processes, self.settings))
+    def measure(self, model: SavedModel, method: DenoisingMethod, count: int) -> dict[str, float]:
+        """Measure the images of the first seeds."""
+        drawn = list(generate_images(Job(model, method), range(count), self.processes, self.settings))
         colours = Colours.of_images(torch.cat([images for _, images in drawn]))
-        found = self.judge.measure_images(drawn, count) if distances else {}
+        found = self.judge.measure_images(drawn, count) if self.judge else {}
         return {name: found[name] for name in ("fid", "kid") if found} | colours.compared_with(self.real)
 
 
