@@ -38,7 +38,8 @@ def main() -> None:
     processes = start_processes(options)
 
     # The models, how noise becomes images with each, and where they go.
-    models = find_models(options.model, options.checkpoints, options.weights) if processes.is_main else None
+    lengths = [] if options.ema_length is None else [options.ema_length]
+    models = find_models(options.model, options.checkpoints, options.weights, lengths) if processes.is_main else None
     compared = find_compared(models[0], options) if processes.is_main and options.nearest else None
     folders, seeds = [], seeds_of(options)
     for model in processes.broadcast(models):

@@ -135,13 +135,13 @@ def draw_diffusion(options: Options) -> list[Path]:
 
 
 def draw_run(options: Options) -> list[Path]:
-    """Draw which timesteps a run trained on, how it fared on them, and how its samples changed."""
-    from visualization import dissolving, run_curves
+    """Draw which timesteps a run trained on, how it fared on them and on mean colours, and how its samples changed."""
+    from visualization import dissolving, mean_colour, run_curves
 
     run = Path(options.run_dir)
     config, metrics = run_curves.read_run(run, options.timestep_sampler)
     densities, (timesteps, bins) = run_curves.read_densities(run, config), run_curves.read_timesteps(run, config)
-    frames = run_curves.read_samples(run)
+    frames, parts = run_curves.read_samples(run), mean_colour.read_parts(run, config)
     folder = make_output_dir(options)
     pictures = [run_curves.draw_losses_by_quarter(metrics, config.ddpm_num_steps, folder / "loss_by_quarter.png")]
     if timesteps:
@@ -151,6 +151,8 @@ def draw_run(options: Options) -> list[Path]:
         pictures.append(run_curves.draw_densities(densities, config.timestep_sampler, folder / "timestep_density.png"))
     if any(run_curves.EFFECTIVE_SAMPLE_SIZE in line for line in metrics):
         pictures.append(run_curves.draw_effective_sample_size(metrics, folder / "effective_sample_size.png"))
+    if parts is not None:
+        pictures.append(mean_colour.draw_mean_colour(*parts, folder / "mean_colour.png"))
     if len(frames) > 1:
         file, milliseconds = folder / "samples_over_steps.gif", run_curves.MILLISECONDS
         pictures.append(dissolving.save_animation(frames, file, milliseconds))

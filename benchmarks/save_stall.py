@@ -68,7 +68,7 @@ def main() -> None:
             measured["step"].append(statistics.median(seconds(train_step) for _ in range(3)))
             state.step = number
             start = time.perf_counter()
-            measured["save"].append(seconds(lambda: writer.save(state)))
+            measured["save"].append(seconds(lambda: writer.save(state, with_snapshot=False)))
             while writer.thread.is_alive():
                 took = seconds(train_step)
                 if writer.thread.is_alive():

@@ -39,6 +39,8 @@ NOT_NEGATIVE = Range("0 or greater", lambda value: value >= 0)
 BELOW_ONE = Range("at least 0 and below 1", lambda value: 0 <= value < 1)
 BETWEEN_ZERO_AND_ONE = Range("greater than 0 and below 1", lambda value: 0 < value < 1)
 UP_TO_ONE = Range("from 0 to 1", lambda value: 0 <= value <= 1)
+# Standard deviation of a moving average's weights over the training, as a share of it: 12^-1/2 weighs all steps alike.
+EMA_LENGTH = Range("from 0.001 to 0.288", lambda value: 0.001 <= value <= 0.288)
 
 
 def from_to(least: int, most: int) -> Range:

@@ -8,8 +8,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import ScalarFormatter
 
 from common.plots import NOTE, drawing
-from evaluation.metrics import CONDITION_ACCURACY, FD, FID, FIRST_STEPS, METRICS, SECONDS, SPREAD, Metric
-from evaluation.results import METHOD, Row, comparable_rows, guidance_scale_of, is_repeated
+from evaluation.metrics import CONDITION_ACCURACY, FD, FID, FIRST_STEPS, KID, METRICS, SECONDS, SPREAD, Metric
+from evaluation.results import METHOD, Row, comparable_rows, ema_length_of, guidance_scale_of, is_repeated
 from run_folder.folder import is_of_few_images
 
 FIRST = 25
@@ -38,7 +38,7 @@ class Mean(float):
 
 def draw_run(output_dir: Path, rows: list[Row]) -> list[Path]:
     """Draw the plots of a run: over steps, over seconds of training, and the first steps again if there are many."""
-    rows = [row for row in rows if row["step"] is not None]
+    rows = [row for row in rows if row["step"] is not None and ema_length_of(row) is None]
     steps = sorted({row["step"] for row in rows})
     drawn = []
     for metric in METRICS:
@@ -66,14 +66,33 @@ def draw_guidance(output_dir: Path, rows: list[Row]) -> list[Path]:
     if len({point["guidance_scale"] for point in points}) < 2 or not shown:
         return []
     path = output_dir / f"{shown[0].name.upper()}_vs_Guidance.png"
-    with drawing(path, rows=len(shown), sharex=True) as (_, panels):
-        for axes, metric in zip(panels.flat, shown, strict=True):
-            for label, line in lines_of(points, metric, "guidance_scale").items():
+    draw_panels(path, points, shown, "guidance_scale", f"guidance scale (1 is none), step {last}")
+    return [path]
+
+
+def draw_lengths(output_dir: Path, rows: list[Row]) -> list[Path]:
+    """Draw the distances against the length of the moving average, at the last step of which several were measured."""
+    rows = [row for row in rows if ema_length_of(row) is not None and row["step"] is not None]
+    last = max((row["step"] for row in rows), default=None)
+    # Of one line, whatever their length.
+    points = [{**row, "ema_length": ema_length_of(row), "weights": "ema"} for row in rows if row["step"] == last]
+    shown = [metric for metric in (FID, FD, KID) if lines_of(points, metric, "ema_length")]
+    if len({point["ema_length"] for point in points}) < 2 or not shown:
+        return []
+    path = output_dir / f"{shown[0].name.upper()}_vs_EMALength.png"
+    draw_panels(path, points, shown, "ema_length", f"length of the moving average, as a share of the {last} steps")
+    return [path]
+
+
+def draw_panels(path: Path, points: list[Row], metrics: list[Metric], against: str, xlabel: str) -> None:
+    """Draw a panel for each metric over what the points differ in."""
+    with drawing(path, rows=len(metrics), sharex=True) as (_, panels):
+        for axes, metric in zip(panels.flat, metrics, strict=True):
+            for label, line in lines_of(points, metric, against).items():
                 plot(axes, line).set_label(label)
             axes.set_ylabel(metric.label)
             axes.legend(fontsize=8)
-        panels[-1, 0].set_xlabel(f"guidance scale (1 is none), step {last}")
-    return [path]
+        panels[-1, 0].set_xlabel(xlabel)
 
 
 def lines_of(rows: list[Row], metric: Metric, against: str) -> dict[str, Line]:

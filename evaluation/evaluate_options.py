@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from common.errors import UserError
 from common.options import (
+    EMA_LENGTH,
     NOT_NEGATIVE,
     NUM_WORKERS,
     POSITIVE,
@@ -61,8 +62,8 @@ class ImagesOptions:
 class RunOptions:
     checkpoints: list[str] = option(
         [],
-        "Steps of the checkpoints to measure (default: all that exist; with --nll the newest). 'none' only loads the "
-        "feature network and prepares the statistics of the real images.",
+        "Steps of the checkpoints to measure (default: all that exist; with --nll or --ema_length the newest). 'none' "
+        "only loads the feature network and prepares the statistics of the real images.",
         not_with="watch",
     )
     watch: bool = option(
@@ -79,6 +80,13 @@ class RunOptions:
     )  # fmt: skip
     weights: Literal["ema", "raw"] | None = option(
         None, "Use the moving average of the weights, or the raw weights (default: ema, if there is one)."
+    )
+    ema_length: list[float] = option(
+        [],
+        "For a run with --ema power: measure moving averages of these lengths instead, sigma_rel of EDM2, such as 0.02 "
+        "0.05 0.1, and draw the metrics over the length.",
+        EMA_LENGTH,
+        not_with="weights=raw watch",
     )
     batch_size: int | None = option(
         None,
@@ -260,6 +268,8 @@ def validate(options: EvaluationOptions) -> None:
     if options.keep_best and len(options.guidance_scales) > 1:
         scales = " ".join(f"{scale:g}" for scale in options.guidance_scales)
         raise UserError(f"--keep_best needs one guidance scale to judge by, not --guidance_scales {scales}")
+    if len(set(options.ema_length)) < len(options.ema_length):
+        raise UserError(f"--ema_length {' '.join(map(str, options.ema_length))}: one of them is named twice")
     if options.run_dir and options.resolution:
         raise UserError("--resolution: for a run, real images are always resized to the resolution of the run")
     # Before networks are loaded, which can take a minute.

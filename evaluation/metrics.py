@@ -173,6 +173,7 @@ _KERNEL = {"compute": kernel_distance, "lower_is_better": True}
 
 # The I of FID and KID is Inception's.
 FID = Metric("fid", "moments", networks="inception", label="FID", curves=ALL_CURVES, **_FRECHET)
+KID = Metric("kid", "features", networks="inception", label="KID", curves=(STEPS,), **_KERNEL)
 FD = Metric("fd", "moments", networks="others", label="Fréchet distance", curves=ALL_CURVES, **_FRECHET)
 INCEPTION_SCORE = Metric("is", "logits", inception_score, "inception", "Inception Score", curves=(STEPS, FIRST_STEPS))
 # These two are found by evaluation/condition_accuracy.py.
@@ -182,7 +183,7 @@ CLASSIFIER_ACCURACY = Metric("classifier_accuracy", of_samples=False)
 METRICS = (
     FID,
     Metric("sfid", "spatial", networks="inception", **_FRECHET),
-    Metric("kid", "features", networks="inception", label="KID", curves=(STEPS,), **_KERNEL),
+    KID,
     INCEPTION_SCORE,
     FD,
     Metric("kd", "features", networks="others", **_KERNEL),

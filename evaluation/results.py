@@ -30,7 +30,7 @@ class Measured:
 
     step: int | None
     train_seconds: float | None
-    weights: str | None  # ema, raw or pipeline
+    weights: str | None  # ema, raw, pipeline, or ema-0.05 for an average of that length
     sampler: str | None
     steps: int | None  # of denoising
     settings: str | None  # what else distinguishes the sampler from others
@@ -248,6 +248,12 @@ def guidance_scale_of(row: Row) -> float | None:
     """Return the guidance scale of a row of a conditional run, which is among the settings of its sampler."""
     settings = dict(part.partition("=")[::2] for part in (row["settings"] or "").split())
     return float(settings["guidance_scale"]) if "guidance_scale" in settings else None
+
+
+def ema_length_of(row: Row) -> float | None:
+    """Return the length of a row's moving average, if that was made of a run's snapshots."""
+    of_length = re.fullmatch(r"ema-([\d.]+)", str(row["weights"]))
+    return float(of_length[1]) if of_length else None
 
 
 def _cell(value: object) -> str:

@@ -30,18 +30,21 @@ UNMEASURED = ".unmeasured"  # in the folder of the results: images of an evaluat
 NAMED_SETTINGS = (*OWN_SETTINGS, "guidance_scale")  # besides the sampler and its steps
 
 
-def models_of(run: RunFolder, steps: list[str], weights: str | None) -> list[SavedModel]:
+def models_of(run: RunFolder, steps: list[str], weights: str | None, lengths: list[float]) -> list[SavedModel]:
     """Return the checkpoints of a run, oldest first, and its pipeline if that holds weights that none of them has.
 
-    The steps ['none'] are none of them.
+    With `lengths` it is those averages of the newest checkpoint, or of those that are named. The steps ['none'] are
+    none of them.
     """
     if steps == ["none"]:
         return []
     if not checkpoints(run.path):
-        (pipeline,) = find_models(str(run.path), steps, weights)
+        pipelines = find_models(str(run.path), steps, weights, lengths)
         lines = run.read_metrics()
         last = {name: lines[-1][name] for name in ("step", "train_seconds")} if lines else {}
-        return [replace(pipeline, **last)]
+        return [replace(pipeline, **last) for pipeline in pipelines]
+    if lengths:
+        return find_models(str(run.path), steps, weights, lengths)
     models = find_models(str(run.path), steps or ["all"], weights)
     if not steps and weights != "raw" and run.pipeline_file.is_file():
         models += _pipeline_beside(run, models)

@@ -1,5 +1,6 @@
 """The course of an evaluation: find the images and the reference, measure, write the results."""
 
+import itertools
 import logging
 from contextlib import closing
 from dataclasses import replace
@@ -14,7 +15,7 @@ from common.processes import Processes
 from conditions.guidance import ALL, GenerationCondition, conditions_at
 from evaluation import results
 from evaluation.condition_accuracy import ConditionAccuracy, add_classes, describe_classes, request_conditions
-from evaluation.curves import draw_guidance, draw_run
+from evaluation.curves import draw_guidance, draw_lengths, draw_run
 from evaluation.evaluate_options import FEWEST_IMAGES, EvaluationOptions
 from evaluation.features import FeatureExtractor, Features
 from evaluation.image_sets import EncodedImages, ImageSet, open_images
@@ -96,7 +97,8 @@ class Session:
     def measure_run(self) -> None:
         """Measure every checkpoint of a run that has not been measured in this way."""
         options, processes = self.options, self.processes
-        models = models_of(self.run, options.checkpoints, options.weights) if processes.is_main else None
+        lengths, main = options.ema_length, processes.is_main
+        models = models_of(self.run, options.checkpoints, options.weights, lengths) if main else None
         models: list[SavedModel] = processes.broadcast(models)
         self._prepare(models)
         self._measure_models(models)
@@ -180,7 +182,8 @@ class Session:
 
         if processes.is_main:
             rows = results.read_results(self.output_dir)
-            for plot in [*draw_run(self.output_dir, rows), *draw_guidance(self.output_dir, rows)]:
+            pictures = (draw(self.output_dir, rows) for draw in (draw_run, draw_guidance, draw_lengths))
+            for plot in itertools.chain(*pictures):
                 logger.info("Drew %s", plot)
             update_evaluation(self.output_dir)
             print(f"\n{results.describe_rows(rows, count)}\n")

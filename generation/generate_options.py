@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from common.errors import UserError
 from common.options import (
+    EMA_LENGTH,
     LARGEST_INT,
     NOT_NEGATIVE,
     POSITIVE,
@@ -38,6 +39,12 @@ class ModelOptions:
     )
     weights: Literal["ema", "raw"] | None = option(
         None, "Use the moving average of the weights, or the raw weights (default: ema, if there is one)."
+    )
+    ema_length: float | None = option(
+        None,
+        "Use a moving average of this length instead, sigma_rel of EDM2, such as 0.03; for a run with --ema power.",
+        EMA_LENGTH,
+        not_with="weights=raw",
     )
 
 

@@ -2,6 +2,7 @@
 
     checkpoint-<step>/
         unet/  unet_ema/          diffusers folders, safetensors
+        unet_ema_longer/          the second average of --ema power
         optimizer.safetensors     exp_avg, exp_avg_sq and step of every parameter, by name
         sampler.safetensors       the state of the timestep sampler
         condition.json            classes, or encoder and vocabulary, if the network has a condition
@@ -9,6 +10,11 @@
         manifest.json             size and SHA-256 of every other file, written last
 
 Learning rate, noise, data order and sampling points are functions of the step, so nothing else is needed.
+
+    ema_snapshots/step-<step>.safetensors
+
+Beside the checkpoints, a run with --ema power keeps both averages in float16 at each of them, and none of these is ever
+pruned: averages of other lengths are made of all of them (run_folder/ema_length.py).
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import RunFailed, UserError, reason_of
-from common.files import replace_folder, sha256, sync, write_atomically
+from common.files import replace_folder, save_safetensors, sha256, sync, write_atomically
 from common.interruption import fault_point
 from common.options import facts_of
 from run_folder.config import ConditionalConfig, TrainingConfig
@@ -41,7 +47,11 @@ FORMAT_VERSION = 1
 PREFIX = "checkpoint-"
 MANIFEST, STATE, CONDITION_FILE = "manifest.json", "state.json", "condition.json"
 NETWORK_FOLDERS = {"raw": "unet", "ema": "unet_ema"}
+AVERAGE_FOLDERS = (NETWORK_FOLDERS["ema"], "unet_ema_longer")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+SNAPSHOTS = "ema_snapshots"
+# The relative standard deviations of the averages that --ema power keeps, as in EDM2; the first is the run's own.
+POWER_LENGTHS = (0.05, 0.1)
 SAVED = f".{PREFIX}saved"  # beside the checkpoints once there is one, so that a run knows that its own were taken away
 
 # A run with another of these is no continuation of the same run.
@@ -85,10 +95,14 @@ class CheckpointWriter:
         self.thread: threading.Thread | None = None
         self.failure: Exception | None = None
 
-    def save(self, state: TrainingState) -> None:
+    def save(self, state: TrainingState, with_snapshot: bool) -> None:
+        """Begin to save; the snapshot, if there are any, is only of steps that an interruption does not add."""
         self.wait()
+        self.with_snapshot = with_snapshot
         files = checkpoint_files(state)
-        self.thread = threading.Thread(target=self._write, args=(self.output_dir / f"{PREFIX}{state.step}", files))
+        snapshot = snapshot_tensors(state) if with_snapshot else {}
+        target = self.output_dir / f"{PREFIX}{state.step}"
+        self.thread = threading.Thread(target=self._write, args=(target, files, snapshot))
         self.thread.start()
 
     def wait(self) -> None:
@@ -100,7 +114,7 @@ class CheckpointWriter:
         """End a run: try once more to save what could not be saved; it is an error if that fails too."""
         self.wait()
         if self.failure is not None:
-            self.save(state)
+            self.save(state, self.with_snapshot)
             self.wait()
         if self.failure is not None:
             raise RunFailed(
@@ -108,11 +122,14 @@ class CheckpointWriter:
                 f"the last good checkpoint is {newest(self.output_dir)}"
             )
 
-    def _write(self, target: Path, files: dict[str, CheckpointFile]) -> None:
+    def _write(self, target: Path, files: dict[str, CheckpointFile], snapshot: dict[str, torch.Tensor]) -> None:
         self.failure = None
         aside = target.with_name(f".{target.name}.tmp")
         try:
             shutil.rmtree(aside, ignore_errors=True)
+            if snapshot:  # first: a run that goes on from the checkpoint has it
+                save_safetensors(snapshot, snapshot_file(self.output_dir, step_of(target)))
+                fault_point("save-snapshot")
             write_files(aside, files)
             replace_folder(aside, target)
             (target.parent / SAVED).touch()
@@ -309,12 +326,55 @@ def checkpoint_files(state: TrainingState) -> dict[str, CheckpointFile]:
 
 def networks_of(state: TrainingState) -> dict[str, torch.nn.Module]:
     """Return the networks by their folders in a checkpoint."""
-    average = {} if state.update.ema is None else {NETWORK_FOLDERS["ema"]: state.update.ema.ema_model}
-    return {NETWORK_FOLDERS["raw"]: state.unet} | average
+    averages = (average.ema_model for average in state.update.averages)
+    return {NETWORK_FOLDERS["raw"]: state.unet} | dict(zip(AVERAGE_FOLDERS, averages, strict=False))
 
 
 def copy_out(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+# Snapshots of power-function averages
+
+
+def power_exponent(length: float) -> float:
+    """Return gamma of the profile t^gamma whose standard deviation is this share of the training (EDM2, eq. 3).
+
+    From length^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), the largest root.
+    """
+    import numpy as np
+
+    inverse = length**-2
+    return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
+
+
+def snapshot_file(output_dir: Path, step: int) -> Path:
+    return output_dir / SNAPSHOTS / f"step-{step}.safetensors"
+
+
+def snapshot_files(output_dir: Path) -> dict[int, Path]:
+    """Return the snapshots of a run by their steps, in order."""
+    steps = [path.stem.removeprefix("step-") for path in (output_dir / SNAPSHOTS).glob("step-*.safetensors")]
+    return {step: snapshot_file(output_dir, step) for step in sorted(map(int, filter(str.isdecimal, steps)))}
+
+
+def snapshot_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Return the averages of --ema power in float16, copied, as `<length>.<name of the tensor>`; none without it."""
+    import torch
+
+    averages = state.update.averages if state.settings["ema"] == "power" else []
+    return {
+        f"{length}.{name}": tensor.detach().to("cpu", torch.float16, copy=True).contiguous()
+        for length, average in zip(POWER_LENGTHS, averages, strict=False)
+        for name, tensor in average.ema_model.state_dict().items()
+    }
+
+
+def discard_snapshots(output_dir: Path, after_step: int) -> None:
+    """Remove what the run that goes on from this step will write anew, and what a killed process left."""
+    later = [path for step, path in snapshot_files(output_dir).items() if step > after_step]
+    for path in [*later, *(output_dir / SNAPSHOTS).glob(".*.tmp")]:
+        path.unlink()
 
 
 def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:

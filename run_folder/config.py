@@ -288,17 +288,26 @@ class EMAOptions:
     use_ema: bool = option(
         True, "Keep a moving average of the weights, and use it for samples and the final model.", fixed=True
     )
+    ema: Literal["constant", "power"] = option(
+        "constant",
+        "constant: an exponential average, as in the paper. power: two power-function averages (EDM2), whose snapshots "
+        "at every checkpoint let generate.py and evaluate.py choose another length afterwards (--ema_length).",
+        only_with="use_ema",
+        fixed=True,
+    )
     ema_max_decay: float = option(
         0.9999,
         "Decay of the moving average, after a first update that copies the weights. Short runs need less, such as "
         "0.995.",
         BELOW_ONE,
         only_with="use_ema",
+        not_with="ema=power",
     )
     ema_warmup: bool = option(
         False,
         "Let the decay rise as 1 - (1 + step / inv_gamma)^-power up to ema_max_decay, instead of being constant.",
         only_with="use_ema",
+        not_with="ema=power",
     )
     ema_inv_gamma: float = option(1.0, "inv_gamma in the formula of --ema_warmup.", POSITIVE, only_with="ema_warmup")
     ema_power: float = option(3 / 4, "power in the formula of --ema_warmup.", POSITIVE, only_with="ema_warmup")

@@ -18,7 +18,18 @@ from common.errors import UserError, user_errors
 from common.files import LOCK_FILE, check_folder, first_existing, lock, replace_folder, write_atomically
 from common.interruption import fault_point
 from common.options import UniqueKeyLoader, facts_of, flags_of, read_options
-from run_folder.checkpoints import CONDITION_FILE, PREFIX, SAVED, WEIGHTS, changed_settings, find_checkpoint
+from run_folder.checkpoints import (
+    CONDITION_FILE,
+    POWER_LENGTHS,
+    PREFIX,
+    SAVED,
+    SNAPSHOTS,
+    WEIGHTS,
+    changed_settings,
+    discard_snapshots,
+    find_checkpoint,
+    step_of,
+)
 from run_folder.config import ConditionalConfig, TrainingConfig, settings_of
 
 if TYPE_CHECKING:
@@ -44,7 +55,7 @@ PUSHED += (RESULTS, BEST_SCORES, PICTURES)
 TRACKERS = "trackers.json"  # under which names trackers know the run
 NOT_PUSHED = (
     *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in (*PIPELINE_FOLDERS, BEST))),
-    *("evaluation_results.json", "evaluation_per_class.csv", REPORT, TRACKERS, BEST),
+    *("evaluation_results.json", "evaluation_per_class.csv", REPORT, TRACKERS, SNAPSHOTS, BEST),
 )
 PIPELINE_STEP = "_step"  # in the pipeline's index, where diffusers passes over names that begin so
 ROUNDING = 0.001  # seconds, of the training time in a line of metrics
@@ -172,17 +183,27 @@ def read_lines(path: Path) -> list[dict]:
 def check_disk(config: TrainingConfig, num_parameters: int) -> None:
     """Raise if not even two checkpoints fit: the one that is kept while the next is written."""
     free = shutil.disk_usage(first_existing(Path(config.output_dir))).free
-    checkpoint = num_parameters * 16  # raw weights, moving average and the two moments of Adam, four bytes each
+    # Raw weights, moving averages and the two moments of Adam, four bytes each.
+    checkpoint = num_parameters * (20 if config.ema == "power" else 16)
     if free < 2 * checkpoint:
         raise UserError(
             f"--output_dir {config.output_dir}: {_size(free)} are free on its disk, but a checkpoint takes "
             f"{_size(checkpoint)} and two must fit; free some space or choose another disk"
         )
     wanted = (config.checkpoints_total_limit + 1) * checkpoint
+    if config.ema == "power":
+        # Two averages in float16, two bytes each.
+        count, snapshot = -(-config.max_train_steps // config.checkpointing_steps), num_parameters * 4
+        logger.info(
+            f"--ema power: {count} snapshots of the averages of length {' and '.join(map(str, POWER_LENGTHS))}, one "
+            f"every {config.checkpointing_steps} steps (--checkpointing_steps), will take {_size(count * snapshot)} "
+            f"in {Path(config.output_dir) / SNAPSHOTS}; checkpoints are removed, these are not"
+        )
+        wanted += count * snapshot
     if free < wanted:
         logger.warning(
-            f"{_size(free)} are free on the disk of {config.output_dir}; {config.checkpoints_total_limit} checkpoints "
-            f"take {_size(wanted)}: consider a lower --checkpoints_total_limit"
+            f"{_size(free)} are free on the disk of {config.output_dir}; what the run will keep there takes "
+            f"{_size(wanted)}: consider a lower --checkpoints_total_limit"
         )
 
 
@@ -236,6 +257,8 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
                 check_nothing_is_trained_over(config)
             path.mkdir(parents=True, exist_ok=True)
             lock(path)
+            goes_on = checkpoint is not None and checkpoint.resolve().parent == path.resolve()
+            discard_snapshots(path, after_step=step_of(checkpoint) if goes_on else 0)
             for unfinished in RunFolder(path).samples.glob(".*.tmp"):  # of a process that was killed
                 unfinished.unlink()
         if checkpoint is None and RunFolder(path).is_run:

@@ -27,6 +27,7 @@ from run_folder.checkpoints import (
     verify,
 )
 from run_folder.config import SCHEDULER_OPTIONS
+from run_folder.ema_length import at_length, combine_snapshots
 from run_folder.folder import PIPELINE, RunFolder
 
 if TYPE_CHECKING:
@@ -50,12 +51,14 @@ class SavedModel:
     name: str  # what the user calls it
     path: Path  # the checkpoint's or the pipeline's folder
     home: Path  # the run's folder, where generated images go by default
-    weights: str  # "ema", "raw", or "pipeline" if it is not known which
+    weights: str  # "ema", "raw", "ema-0.05" for an average of that length, or "pipeline" if it is not known which
     sha256: str  # of the weights' file
     network_folder: Path
     scheduler_config: dict[str, Any]  # of a DDPMScheduler
     step: int | None = None  # these two of a checkpoint
     train_seconds: float | None = None
+    ema_length: float | None = None  # of an average that is made of a run's snapshots
+    snapshot_step: int | None = None  # of that average
 
     @property
     def source(self) -> str:
@@ -142,6 +145,8 @@ class SavedModel:
             network, found = kind.from_pretrained(self.network_folder, use_safetensors=True, output_loading_info=True)
             if missing := found["missing_keys"]:
                 raise ValueError(f"{WEIGHTS} has no {sorted(missing)[0]}")
+            if self.ema_length is not None:
+                network.load_state_dict(combine_snapshots(self.home, self.snapshot_step, self.ema_length))
         return network.to(device).eval()
 
     def check(self) -> None:
@@ -187,12 +192,17 @@ def check_condition(description: dict[str, Any]) -> dict[str, Any]:
     return description
 
 
-def find_models(model: str | None, steps: list[str], weights: str | None) -> list[SavedModel]:
+def find_models(
+    model: str | None, steps: list[str], weights: str | None, lengths: Iterable[float] = ()
+) -> list[SavedModel]:
     """Return the models that --model, --checkpoints and --weights name; without them the newest of the latest run.
 
-    The moving average is taken where there is one, unless `weights` says otherwise.
+    The moving average is taken where there is one, unless `weights` says otherwise; of each of the `lengths` if there
+    are any.
     """
     models = _find_models(model, steps, weights)
+    if lengths:
+        models = [at_length(found, length) for found in models for length in lengths]
     for found in models:
         replace(found).check()  # a copy: what it builds need not travel to other processes
     return models

@@ -366,6 +366,10 @@ family("values", GENERATE, """
     --interpolate 1                             :: interpolate
     --interpolate -1 2                          :: interpolate
     --guidance_interval 5                       :: guidance_interval
+    --ema_length=0.3                            :: ema_length & 0.288
+    --ema_length=0                              :: ema_length & 0.288
+    --ema_length=0.05                           :: 0.05 & ema_snapshots & --ema power
+    --ema_length=0.05 --weights=raw             :: ema_length & weights
 """)
 family("values", "generate.py run --ddim --num_inference_steps=2 --output_dir=out", """
     --seeds=0-99999999999                       :: --seeds
@@ -398,6 +402,10 @@ family("values", f"{EVALUATE} --run_dir=run", """
     --checkpoints 99                            :: 99 & 2, 4
     --checkpoints x                             :: x
     --num_inference_steps=2000                  :: 2000
+    --ema_length 0.05 0.3                       :: ema_length & 0.288
+    --ema_length 0.05 0.05                      :: twice
+    --ema_length 0.05 0.1                       :: 0.05 & ema_snapshots & --ema power
+    --ema_length 0.05 --nll                     :: ema_length & nll
 """)
 family("values", f"{PREPARE} photos --output=out", """
     --eval_fraction=nan                         :: eval_fraction
@@ -452,6 +460,8 @@ family("idle options", "train_unconditional.py {tiny} --max_train_steps=1 --outp
     --lr_scheduler=constant --lr_warmup_steps=7 :: lr_warmup_steps
     --ema_max_decay=0.5 --no_use_ema            :: ema_max_decay
     --ema_warmup --no_use_ema                   :: ema_
+    --ema=power                                 :: ema_max_decay & --ema power
+    --ema=power --no_use_ema                    :: ema & use_ema
     --hub_private_repo                          :: hub_private_repo & push_to_hub
     --tracker_project_name=x                    :: tracker_project_name & wandb
     --dataset_config_name=x                     :: dataset_config_name

@@ -10,7 +10,7 @@ from run_folder.config import parse_config, resolve_batch_sizes
 from training.audit import audit, describe_clip, format_audit
 from training.network import build_unet
 from training.setup import build_process
-from training.update import build_ema, build_optimizer
+from training.update import build_averages, build_optimizer
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def rows_of(unet, *flags: str, processes: int = 1):
         state=SimpleNamespace(
             unet=unet,
             loss=SimpleNamespace(process=build_process(config)),
-            update=SimpleNamespace(ema=build_ema(config, unet), optimizer=build_optimizer(config, unet)),
+            update=SimpleNamespace(averages=build_averages(config, unet), optimizer=build_optimizer(config, unet)),
         ),
     )
     return audit(run)
@@ -66,6 +66,7 @@ def test_the_paper_does_not_deviate_from_itself(paper_unet):
         (["--no_use_ema"], "EMA"),
         (["--ema_max_decay=0.999"], "EMA"),
         (["--ema_warmup"], "EMA"),
+        (["--ema=power"], "EMA"),
         (["--mixed_precision=bf16"], "precision"),
         (["--no_random_flip"], "flips"),
         (["--input_perturbation=0.1"], "loss"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from run_folder.config import parse_config
-from training.update import Update, build_ema, build_optimizer, learning_rate_schedule
+from training.update import Update, build_averages, build_ema, build_optimizer, learning_rate_schedule
 
 
 def config(*flags: str):
@@ -63,7 +63,7 @@ def test_ramp_is_an_option():
 
 
 def test_no_moving_average():
-    assert build_ema(config("--no_use_ema"), torch.nn.Linear(1, 1)) is None
+    assert build_averages(config("--no_use_ema"), torch.nn.Linear(1, 1)) == []
 
 
 def test_gradients_of_replicas_are_clipped_as_the_original_does():

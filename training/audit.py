@@ -10,13 +10,13 @@ from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
-from ema_pytorch import EMA
 
 from run_folder.config import PAPER_BATCH_SIZE, TimestepOptions, TrainingConfig, as_yaml
 from schedulers.betas import NAMES_OF_DIFFUSERS
 from schedulers.ddpm import LEARNED_VARIANCES, ExactDDPMScheduler
 from schedulers.loss import SHARE_OF_BOUND, DiffusionLoss
 from training.network import PAPER_ARITHMETIC, PAPER_CIFAR10, PAPER_CIFAR10_PARAMETERS, Network, describe_initialization
+from training.update import ExactEMA, PowerEMA
 
 if TYPE_CHECKING:
     from training.setup import Run
@@ -67,7 +67,7 @@ def audit(run: Run) -> list[Row]:
         Row("loss weights", "none", describe_choice(config, config.loss_weighting)),
         Row("optimiser", "Adam(0.9, 0.999), eps 1e-08, decay 0, clip 1", optimizer),
         Row("learning rate", "0.0002, constant_with_warmup, 5000 steps", rate),
-        Row("EMA", "a copy first, then 0.9999", describe_ema(run.state.update.ema)),
+        Row("EMA", "a copy first, then 0.9999", describe_ema(run.state.update.averages)),
         Row("batch", f"{PAPER_BATCH_SIZE}", batch),
         Row("precision", "float32", precision + tf32),
         Row("flips", "random", "random" if config.random_flip else "none"),
@@ -115,9 +115,12 @@ def describe_loss(config: TrainingConfig) -> str:
     return f"{loss}, input perturbed by {perturbation:g}" if perturbation else loss
 
 
-def describe_ema(ema: EMA | None) -> str:
-    if ema is None:
+def describe_ema(averages: list[ExactEMA]) -> str:
+    if not averages:
         return "none"
+    ema, *others = averages
+    if isinstance(ema, PowerEMA):
+        return f"power function of length {ema.length:g}; kept for others: {ema.length:g}, {others[0].length:g}"
     if ema.min_value == ema.beta and ema.update_every == 1 and ema.update_after_step == 0:
         return f"a copy first, then {ema.beta:g}"
     return f"1 - (1 + step / {ema.inv_gamma:g})^-{ema.power:g}, at most {ema.beta:g}"
@@ -166,7 +169,7 @@ def announce(run: Run) -> None:
     warmup = config.lr_warmup_steps
     if total_steps <= warmup and config.lr_scheduler != "constant":
         logger.warning(f"The learning rate is still warming up when the run ends: --lr_warmup_steps {warmup}")
-    memory = 0 if ema is None or config.ema_warmup else 1 / (1 - ema.beta)
+    memory = 0 if ema is None or config.ema_warmup else ema.memory
     if total_steps < 3 * memory:
         logger.warning(
             f"The moving average looks back about {memory:.0f} steps, but the run has {total_steps}: its samples "

@@ -73,9 +73,10 @@ class Milestones:
         with self.run.tracking.paused():
             state.train_seconds = self.run.tracking.clock.train_seconds
             self.run.tracking.log_timesteps(state)
-            save = ending or step % self.config.checkpointing_steps == 0
+            regular = finished or step % self.config.checkpointing_steps == 0  # a stop adds others
+            save = ending or regular
             if save:
-                self._save(state)
+                self._save(state, regular)
             if not stopped and (step % self.image_steps == 0 or (finished and self._worth_a_grid(state))):
                 stopped = not self.draw_samples(state)
             if not stopped and (finished or (self.model_steps and step % self.model_steps == 0)):
@@ -83,7 +84,7 @@ class Milestones:
             if not stopped and self._evaluation_is_due(step, finished):
                 stopped = not self.evaluate(step)
             if stopped and not save:  # while the grid was drawn, which all processes have left together
-                self._save(state)
+                self._save(state, regular)
             if finished or stopped:
                 if self.processes.is_main:
                     self.writer.finish(state)
@@ -111,11 +112,11 @@ class Milestones:
             if self.config.evaluate_every:
                 self.evaluate(state.step if self._evaluation_is_due(state.step, over) else None, at_start=True)
 
-    def _save(self, state: TrainingState) -> None:
-        """Save what all processes agree on; all must ask."""
+    def _save(self, state: TrainingState, regular: bool) -> None:
+        """Save what all processes agree on; all must ask. Only at regular steps is there a snapshot of --ema power."""
         self.check_replicas(state)
         if self.processes.is_main:
-            self.writer.save(state)
+            self.writer.save(state, with_snapshot=regular)
 
     def check_replicas(self, state: TrainingState) -> None:
         """Raise unless every process has the same weights and moving average, to the bit."""
@@ -245,7 +246,7 @@ class Milestones:
             return
         from diffusers import DDPMPipeline
 
-        *_, unet = networks_of(state).values()  # the moving average, if there is one
+        unet = state.unet if state.update.ema is None else state.update.ema.ema_model
         pipeline = DDPMPipeline(unet=unet, scheduler=state.loss.process.plain())
         try:
             self.folder.write_pipeline(pipeline, state.step, self.run.condition.pipeline_entries)

@@ -81,9 +81,9 @@ class TrainingState:
         """Restore what `numbers` gave."""
         self.step, self.train_seconds = numbers["step"], numbers["train_seconds"]
         self.smoothed_loss = numbers["smoothed_loss"]
-        if self.update.ema is not None:
-            self.update.ema.step.fill_(numbers["ema_updates"])
-            self.update.ema.initted.fill_(numbers["ema_updates"] > 0)
+        for average in self.update.averages:
+            average.step.fill_(numbers["ema_updates"])
+            average.initted.fill_(numbers["ema_updates"] > 0)
         self.window.load_numbers(numbers["window"])
         if self.update.scaler is not None and numbers["gradient_scaler"]:
             self.update.scaler.load_state_dict(numbers["gradient_scaler"])
@@ -93,7 +93,7 @@ class TrainingState:
         """The networks to look at: the moving average, and the raw weights while that still lags behind."""
         ema = self.update.ema
         networks = {} if ema is None else {"ema": ema.ema_model}
-        return networks | ({"raw": self.unet} if ema is None or self.step < 5 / (1 - ema.beta) else {})
+        return networks | ({"raw": self.unet} if ema is None or self.step < 5 * ema.memory else {})
 
 
 @dataclass

@@ -13,6 +13,7 @@ from ema_pytorch import EMA
 
 from common.errors import RunFailed, UserError
 from common.processes import Processes
+from run_folder.checkpoints import POWER_LENGTHS, power_exponent
 from run_folder.config import TrainingConfig
 from training.tracking import Window
 
@@ -27,7 +28,7 @@ class Update:
 
     def __init__(self, config: TrainingConfig, unet: torch.nn.Module, total_steps: int, processes: Processes):
         self.unet, self.processes, self.max_grad_norm = unet, processes, config.max_grad_norm
-        self.optimizer, self.ema = build_optimizer(config, unet), build_ema(config, unet)
+        self.optimizer, self.averages = build_optimizer(config, unet), build_averages(config, unet)
         self.scaler: torch.amp.GradScaler | None = processes.accelerator.scaler
         self.learning_rate = learning_rate_schedule(config, total_steps)
         self.replicas = config.clip_per_replica  # whose gradients are clipped one by one, if any
@@ -35,6 +36,11 @@ class Update:
             raise UserError("--clip_per_replica does not go with fp16, which scales gradients; use bf16 or no")
         self._clipped = [torch.zeros_like(weight) for weight in unet.parameters()] if self.replicas else []
         self.failed_at = torch.full((), NEVER_FAILED, device=processes.device)
+
+    @property
+    def ema(self) -> ExactEMA | None:
+        """Return the moving average that is sampled from, saved and published, if there is one."""
+        return next(iter(self.averages), None)
 
     def begin(self) -> None:
         """Begin to sum the objective of a step."""
@@ -108,8 +114,8 @@ class Update:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad()
-        if self.ema is not None:
-            self.ema.update()
+        for average in self.averages:
+            average.update()
 
     def check(self, next_step: int, window: Window, last_checkpoint: Callable[[], Path | None]) -> None:
         """Raise if loss or gradient were not finite, or if fp16 overflows at every scale; this waits for the device."""
@@ -155,10 +161,34 @@ class ExactEMA(EMA):
         """Compute ema <- ema + (1 - decay) (weights - ema) over lists of tensors that are made once."""
         torch._foreach_lerp_(*self._averages_and_weights, 1.0 - self.get_current_decay())
 
+    @property
+    def memory(self) -> float:
+        """Return about how many steps it looks back in the end."""
+        return 1 / (1 - self.beta)
+
     @cached_property
     def _averages_and_weights(self) -> list[list[torch.Tensor]]:
         of_both = zip(tensors_of(self.ema_model), tensors_of(self.model), strict=True)
         return [[tensor.data for tensor in some] for some in zip(*of_both, strict=True)]
+
+
+class PowerEMA(ExactEMA):
+    """The average with weights proportional to t^gamma over the steps t (Karras et al. 2023, EDM2, eq. 1 and 2).
+
+    Its length grows with the training: `length` is its standard deviation as a share of the steps so far. ema-pytorch's
+    `KarrasEMA` counts its updates one too far, so that its first weights count as two steps.
+    """
+
+    memory = 0.0  # it never lags behind by more than a share of the steps so far
+
+    def __init__(self, unet: torch.nn.Module, length: float):
+        super().__init__(unet, update_after_step=0, update_every=1, include_online_model=False)
+        self.length, self.gamma = length, power_exponent(length)
+
+    def get_current_decay(self) -> float:
+        """Return (1 - 1 / t)^(gamma + 1) at the update of step t, counted from 1; the first is a copy."""
+        step = self.step.item()
+        return (1 - 1 / step) ** (self.gamma + 1) if step > 0 else 0.0
 
 
 def tensors_of(network: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -190,11 +220,22 @@ def learning_rate_schedule(config: TrainingConfig, total_steps: int) -> Callable
     return lambda step: config.learning_rate * scheduler.lr_lambdas[0](step)
 
 
-def build_ema(config: TrainingConfig, unet: torch.nn.Module) -> ExactEMA | None:
-    """Build the moving average: a copy at first, then ema <- decay ema + (1 - decay) weights."""
+def build_averages(config: TrainingConfig, unet: torch.nn.Module) -> list[ExactEMA]:
+    """Build the moving averages, the one that is the run's first; without --use_ema there is none."""
     if not config.use_ema:
-        return None
-    ema = ExactEMA(
+        return []
+    if config.ema == "constant":
+        averages = [build_ema(config, unet)]
+    else:
+        averages = [PowerEMA(unet, length) for length in POWER_LENGTHS]
+    for average in averages:
+        average.ema_model.requires_grad_()  # or autocast would cast every weight anew at every step of a grid
+    return averages
+
+
+def build_ema(config: TrainingConfig, unet: torch.nn.Module) -> ExactEMA:
+    """Build the paper's moving average: a copy at first, then ema <- decay ema + (1 - decay) weights."""
+    return ExactEMA(
         unet,
         beta=config.ema_max_decay,
         min_value=0.0 if config.ema_warmup else config.ema_max_decay,  # a ramp whose minimum is its maximum
@@ -204,5 +245,3 @@ def build_ema(config: TrainingConfig, unet: torch.nn.Module) -> ExactEMA | None:
         update_every=1,
         include_online_model=False,
     )
-    ema.ema_model.requires_grad_()  # without which autocast would cast every weight anew at every step of a grid
-    return ema

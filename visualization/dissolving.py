@@ -24,9 +24,9 @@ NARROWEST = 192  # pixels for the images of a schedule, so that its name has roo
 HEADER_HEIGHT = 28
 
 
-def decode_images(source: ImageSource, resolution: int) -> torch.Tensor:
+def decode_images(source: ImageSource, resolution: int, channels: int | None = None) -> torch.Tensor:
     """Decode all images of the source, in [-1, 1], [n, channels, resolution, resolution]."""
-    channels, decoded = source.detect_channels(), []
+    channels, decoded = channels or source.detect_channels(), []
     for index in range(len(source)):
         with user_errors(f"cannot decode {source.describe(index)}; repair or remove this image", UndecodableImage):
             decoded.append(torch.tensor(decode_image(source.read(index), channels, resolution, center_crop=True)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -67,6 +68,10 @@ class Judge:
         method = DDIM(model.scheduler, steps) if measurement.sampler == "ddim" else DDPM(model.scheduler, steps)
         settings = InferenceSettings(self.race.mixed_precision, compile=self.race.compile, batch_size=min(BATCH, count))
         images = generate_images(Job(model, method), range(count), self.processes, settings)
+        return {**self.measure_images(images, count), "seconds": round(time.perf_counter() - start, 1)}
+
+    def measure_images(self, images: Iterable[tuple[list[int], torch.Tensor]], count: int) -> dict[str, float]:
+        """Return FID, KID, precision and recall of so many images, which come in batches with their seeds."""
         batches = ((torch.tensor(seeds), as_rgb(pixels)) for seeds, pixels in images)
         features = self.extractor.extract(batches, count, None)[0].features
         if count not in self._neighbourhoods:
@@ -78,7 +83,6 @@ class Judge:
             "fid": frechet_distance(Moments.of_features(features), self.moments),
             "kid": kernel_distance(features, self.reference)[0],
             **{name: compared[name] for name in ("precision", "recall")},
-            "seconds": round(time.perf_counter() - start, 1),
         }
 
 
