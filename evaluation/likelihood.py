@@ -232,9 +232,8 @@ class Likelihood:
         size = self.options.batch_size or choose_batch_size(job, len(rows), processes, settings)
         running = RunningNetwork(job, processes, replace(settings, batch_size=size))
         predict = job.condition.predict_for(running.network, [0] * size)
-        advice = f"--batch_size {size}: does not fit in the memory of {processes.device}; choose a smaller one"
         parts = [torch.zeros(0, steps + 3, dtype=torch.float64)]
-        with fits_in_memory(advice), processes.accelerator.autocast():
+        with fits_in_memory(processes.device, running.batch_that_fits), processes.accelerator.autocast():
             batches = -(-len(rows) // size) / processes.count
             duration = timedelta(seconds=round(math.ceil(batches) * steps * running.seconds_per_pass(size)))
             message = "%s: %d images of %s at each of %d timesteps, in batches of %d: about %s"

@@ -15,11 +15,11 @@ import torch
 from common.errors import reason_of
 from common.files import write_atomically
 from common.interruption import stop_requested, stops_deferred
-from common.machine import can_be_compiled, fits_in_memory, garbage_kept
+from common.machine import can_be_compiled, fits_in_memory, garbage_kept, largest_batch, to_device
 from common.processes import Processes
 from common.randomness import generator_for
 from conditions.condition import Condition
-from image_data.batches import TrainingBatches
+from image_data.batches import Batch, TrainingBatches
 from image_data.store import TrainingImages
 from reporting.run_page import write_report
 from run_folder.checkpoints import CheckpointWriter, load_checkpoint
@@ -139,6 +139,31 @@ class Run:
         if on_cpu or ending or step % self.config.logging_steps == 0 or self.milestones.due(step):
             self.state.update.check(step, self.state.window, lambda: self.milestones.last_checkpoint)
 
+    def batch_that_fits(self) -> str:
+        """Say, after a step that did not fit in memory, which batch would, and how the global one stays as it is."""
+        failed, share, update = self.sizes.per_device, self.sizes.total // self.processes.count, self.state.update
+        update.optimizer.zero_grad()
+        moments = 0 if update.optimizer.state else 2 * sum(weights.nbytes for weights in self.state.unet.parameters())
+        fitting = largest_batch(self.pass_of_zeros, self.processes.device, failed, to_come=moments)
+        what = f"--train_batch_size {failed}: a step with this many images does not fit in the memory of "
+        what += f"{self.processes.device}"
+        if not fitting:
+            return f"{what}, nor with a single one: choose a smaller network or --resolution, or a larger device"
+        divisor = max(size for size in range(1, fitting + 1) if share % size == 0)
+        return (
+            f"{what}; by an estimate {fitting} would: use --train_batch_size {divisor} --gradient_accumulation_steps "
+            f"{share // divisor}, which keeps the batch of {self.sizes.total}"
+        )
+
+    def pass_of_zeros(self, count: int) -> None:
+        """Make a forward and a backward pass over black images, for the memory that it takes."""
+        zeros, unet = torch.zeros(count, dtype=torch.int64), self.state.unet
+        shape = (unet.config.in_channels, self.config.resolution, self.config.resolution)
+        batch = Batch(0, torch.zeros(count, *shape, dtype=torch.uint8), zeros, zeros, zeros)
+        with self.processes.accelerator.autocast():
+            error = self.state.loss(unet, batch, to_device(zeros, self.processes.device))
+        torch.autograd.grad(error.mean(), [*unet.parameters()])
+
 
 def check_before_work(config: TrainingConfig, processes: Processes) -> None:
     """Raise, before any image is decoded, for what can be known to end badly."""
@@ -229,16 +254,11 @@ def opened(run: Run) -> Iterator[None]:
     run.over_at_start = run.is_over()
     # Before the exchange of gradients is wrapped around it. Grids are drawn with `state.unet`, which stays as it is.
     run.network = processes.accelerator.prepare(torch.compile(state.unet) if config.compile else state.unet)
-    advice = (
-        f"--train_batch_size {run.sizes.per_device}: a step with this many images, or a grid with --eval_batch_size "
-        f"{config.eval_batch_size}, does not fit in the memory of {processes.device}; lower them, with "
-        f"--total_batch_size {run.sizes.total} to keep the batch by accumulation"
-    )
     not_here = "--compile: this machine cannot compile the network; train without it"
     with (
         closing(Tracking(run)) as run.tracking,
         processes.reporting_dead_peers(),
-        fits_in_memory(advice),
+        fits_in_memory(processes.device, run.batch_that_fits),
         can_be_compiled(not_here),
         garbage_kept(),
     ):
