@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 # What gloo, NCCL and torch say when another process is gone or silent.
 LOST_CONTACT = re.compile("connection|timed out|timeout|peer|nccl|socket", re.IGNORECASE)
 
-# Long enough for one process per machine to decode a large data set while the others wait.
-PATIENCE = timedelta(hours=2)
+# Long enough for one process per machine to decode a large data set, or to make its last batch of images with a slow
+# network, while the others wait. A process that has died is noticed at once.
+PATIENCE = timedelta(days=1)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # is there where the driver is loaded
 # A process that has not come to a step for this long is lost. One that has died is noticed at once.
 LOST_AFTER = timedelta(minutes=10)
