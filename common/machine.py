@@ -22,6 +22,7 @@ MOST_WORKERS = 4
 # What torch, cuDNN and cuBLAS say of a device, and torch of a machine, that has no memory left.
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
 LARGEST_MEASURED = 16  # images in a batch whose memory is measured; that of larger ones follows from it
+CALLS_BEFORE_CAPTURE = 3  # of a CUDA graph, in which torch, cuDNN and cuBLAS get ready
 USABLE_SHARE = 0.9  # of the memory that is free: some is lost between the blocks in use
 
 
@@ -194,6 +195,8 @@ def can_be_compiled(advice: str) -> Iterator[None]:
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy to the device; from pinned memory a copy to a GPU does not wait for the work before it."""
+    if tensor.device.type == device.type:
+        return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -216,3 +219,37 @@ class PendingCopy:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._on_host
+
+
+class CapturedWork:
+    """Work of a GPU that the host starts with one call, however many operations it is: a CUDA graph.
+
+    A graph reads its inputs where they were when it was captured, so they are copied there, and what it returns is
+    overwritten by the next call. The first calls run as they are, on the stream that captures, until all that is made
+    once has been made.
+    """
+
+    def __init__(self, work: Callable[..., tuple[torch.Tensor, ...]]):
+        import torch
+
+        self.work, self.calls, self.graph, self.stream = work, 0, torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        import torch
+
+        self.calls += 1
+        if self.calls <= CALLS_BEFORE_CAPTURE:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                outputs = self.work(*inputs)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return outputs
+        if self.calls == CALLS_BEFORE_CAPTURE + 1:
+            self.inputs = [tensor.clone() for tensor in inputs]
+            # Other threads, which write checkpoints for example, may do as they like meanwhile.
+            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+                self.outputs = self.work(*self.inputs)
+        for static, given in zip(self.inputs, inputs, strict=True):
+            static.copy_(given)
+        self.graph.replay()
+        return self.outputs

@@ -16,6 +16,7 @@ from common.interruption import Interrupted, fault_point, stop_requested
 from common.machine import fits_in_memory, is_out_of_memory, largest_batch
 from common.processes import Processes
 from common.progress import progress_bar
+from common.randomness import compile_words
 from conditions.guidance import GenerationCondition
 from generation.generate_options import BATCHES_TO_SHARE, SMALLEST_BATCH
 from run_folder.saved_model import SavedModel
@@ -147,6 +148,7 @@ class RunningNetwork:
         if settings.channels_last:
             self.network.to(memory_format=torch.channels_last)
         if settings.compile:
+            compile_words()
             self.network.compile()
 
     def generate(

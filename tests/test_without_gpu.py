@@ -7,6 +7,7 @@ does a tensor that was not copied to the device. Operations are counted, since e
 import json
 import re
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,7 @@ from schedulers.ddpm import build_scheduler
 from schedulers.denoising import DDIM, DDPM, DiffusersMethod, StepNoise, UnusableScheduler, denoise, network_predict
 from schedulers.loss import build_loss
 from schedulers.timestep_samplers import LogSNRBins
+from training.loop import learn
 from training.network import build_unet
 from training.setup import build_process
 from training.tracking import Window
@@ -96,7 +98,8 @@ def step(monkeypatch, on_gpu):
 def take(step, number: int) -> None:
     """The lines of `training.loop.train` that work on the device."""
     t, weights = (to_device(some, CUDA) for some in (torch.tensor([0, 1, 2, 999]), torch.ones(4)))
-    step.update.begin()
+    step.update.begin(number)
+    step.update.objective = torch.zeros((), device=CUDA)
     errors = step.loss(step.unet, step.batch, t)
     assert errors.device == CUDA
     for parameter in step.unet.parameters():
@@ -196,6 +199,33 @@ def test_operations_of_the_paper_s_network():
         operations.counts.clear()
         unet(images, t)
     assert operations.total <= 406
+
+
+def test_operations_of_a_step():
+    """And those beside the network's, forward and backward. Autograd takes fake tensors only of a CPU."""
+    cpu, counted = torch.device("cpu"), {}
+    config = parse_config(["--dataset_name=digits", "--no_use_ema"])
+    processes = SimpleNamespace(device=cpu, count=1, index=0, accelerator=SimpleNamespace(scaler=None))
+    loss = build_loss(vars(config), build_process(config))
+    loss.start(0, 16, 3, lambda rows: {}, processes)
+    window = Window(processes, LogSNRBins(loss.process.alphas_cumprod), 50)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        unet = build_unet(32, 3)
+        update = Update(config, unet, 100, processes)
+        state = SimpleNamespace(unet=unet, loss=loss, update=update, window=window)
+        run = SimpleNamespace(
+            network=unet, state=state, processes=processes, gradient_exchange=lambda enabled: nullcontext()
+        )
+        t, weights, places = torch.arange(16), torch.ones(16), torch.arange(16)
+        batch = Batch(0, torch.zeros(16, 3, 32, 32, dtype=torch.uint8), places, places, places)
+        learn(run, batch, t, weights)  # which makes the optimiser's state
+        with Operations() as counted["step"]:
+            learn(run, batch, t, weights)
+        with Operations() as counted["network"]:
+            unet(torch.zeros(16, 3, 32, 32), t).sample.sum().backward()
+    network, step = counted["network"].total, counted["step"].total
+    assert step <= 1300
+    assert step - network <= 300
 
 
 def test_operations_of_the_noise():
