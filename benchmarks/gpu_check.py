@@ -159,7 +159,7 @@ def check_noise(folder: Path) -> Result:
 
     reference, plain = drawn("cpu"), noise()
     same = torch.equal(reference, drawn("cuda"))
-    randomness.compile_words()
+    randomness.compile_words(torch.device("cuda"))
     same_compiled = torch.equal(plain, noise())
     said = f"words of CPU and GPU are {'the same' if same else 'NOT the same'}"
     return same and same_compiled, f"{said}, compiled noise is {'the same' if same_compiled else 'NOT the same'}"

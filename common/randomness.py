@@ -53,13 +53,14 @@ def random_words(key: int | torch.Tensor, rows: torch.Tensor, column: int | torc
 _compiled_words: Callable[..., tuple] | None = None
 
 
-def compile_words() -> None:
-    """Let GPUs compute `random_words` in one kernel that torch.compile makes, instead of 140.
+def compile_words(device: torch.device) -> None:
+    """Let a GPU compute `random_words` in one kernel that torch.compile makes, instead of 140.
 
     They are integers, which do not depend on who computes them. What they become, logarithms and cosines, would.
     """
     global _compiled_words
-    _compiled_words = torch.compile(random_words, dynamic=True)
+    if device.type == "cuda":
+        _compiled_words = torch.compile(random_words, dynamic=True)
 
 
 def standard_normal(key: int, rows: torch.Tensor, column: int | torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -148,7 +148,7 @@ class RunningNetwork:
         if settings.channels_last:
             self.network.to(memory_format=torch.channels_last)
         if settings.compile:
-            compile_words()
+            compile_words(processes.device)
             self.network.compile()
 
     def generate(

@@ -16,7 +16,7 @@ from run_folder.config import parse_conditional_config, parse_config
 from schedulers.loss import build_loss
 from training import setup
 from training.setup import build_process, check_cuda_graph
-from training.update import Update
+from training.update import NEVER_FAILED, Update
 
 LENGTH = ["--max_train_steps=8", "--checkpointing_steps=8", "--save_images_steps=100", "--lr_warmup_steps=20"]
 WEIGHTS = "checkpoint-8/unet/diffusion_pytorch_model.safetensors"
@@ -136,6 +136,30 @@ def test_an_update_that_is_not_finite_is_left_out_by_the_graph(graphs, tiny_flag
             run_training(run, [*tiny_flags, *LENGTH, "--learning_rate=1e36", "--lr_warmup_steps=0", *more])
         said.append(str(raised.value).partition(";")[0])
     assert said[0] == said[1]
+
+
+def test_a_failure_is_remembered_by_the_graph(graphs):
+    """All updates after it are left out, too, until the host looks."""
+    config = parse_config(["--dataset_name=digits", "--no_use_ema", "--cuda_graph"])
+    layer = torch.nn.Linear(1, 1)
+    processes = SimpleNamespace(device=torch.device("cpu"), index=0, accelerator=SimpleNamespace(scaler=None))
+    update = Update(config, layer, 100, processes)
+
+    def work(step: torch.Tensor, all_finite: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for weights in layer.parameters():
+            weights.grad = torch.ones_like(weights)
+        update.step(step, all_finite)
+        return (update.failed_at.clone(),)
+
+    captured_work, failures, weights = CapturedWork(work), [], []
+    for number in range(1, CALLS_BEFORE_CAPTURE + 6):
+        update.begin(number)
+        (failed_at,) = captured_work(torch.tensor(number), torch.tensor(number != CALLS_BEFORE_CAPTURE + 3))
+        failures.append(failed_at.item())
+        weights.append(layer.weight.item())
+    assert failures == [NEVER_FAILED] * (CALLS_BEFORE_CAPTURE + 2) + [CALLS_BEFORE_CAPTURE + 3] * 3
+    assert len(set(weights[:-3])) == CALLS_BEFORE_CAPTURE + 2
+    assert len(set(weights[-4:])) == 1
 
 
 def test_a_step_that_asks_the_device_cannot_be_captured(graphs, tiny_flags, tmp_path, monkeypatch):

@@ -1,11 +1,16 @@
 """benchmarks/gpu_check.py: what it says without a GPU, and the page that it writes with one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import run_script
 
 from benchmarks import gpu_check
 from common.errors import UserError
+from run_folder.config import BatchSizes
+from training import setup
+from training.setup import Run
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -45,24 +50,19 @@ def test_curves_are_compared():
     assert gpu_check.largest_difference([1.0, 0.5, 2.0], [1.0, 0.55, 1.9]) == pytest.approx(0.1)
 
 
-def test_advice_is_followed(tmp_path, monkeypatch):
-    """As the training gives it: this one ran out of memory on a CPU that had none for more than 20 images."""
-    from diffusers import UNet2DModel
-
-    forward = UNet2DModel.forward
-
-    def with_limit(self, sample, *arguments, **others):
-        if len(sample) > 20:
-            raise MemoryError
-        return forward(self, sample, *arguments, **others)
-
-    monkeypatch.setattr(UNet2DModel, "forward", with_limit)
-    flags = ["--max_train_steps=1", "--train_batch_size=64", "--save_images_steps=100", "--eval_batch_size=1"]
-    with pytest.raises(UserError) as raised:
-        run_script("train_unconditional", *gpu_check.DIGITS[1:], *flags, f"--output_dir={tmp_path / 'run'}")
-    first, second = gpu_check.flags_in(str(raised.value))
-    assert first.startswith("--train_batch_size=")
-    assert int(first.partition("=")[2]) * int(second.partition("=")[2]) == 64
+def test_advice_is_followed(monkeypatch):
+    """In the words that the training has for it."""
+    monkeypatch.setattr(setup, "largest_batch", lambda *arguments, **others: 20)
+    optimizer = SimpleNamespace(zero_grad=lambda: None, state={0: "moments"})
+    run = SimpleNamespace(
+        sizes=BatchSizes(per_device=64, accumulation=1, total=128),
+        processes=SimpleNamespace(count=2, device="cuda:0"),
+        state=SimpleNamespace(update=SimpleNamespace(optimizer=optimizer)),
+        pass_of_zeros=None,
+    )
+    advice = Run.batch_that_fits(run)
+    assert "by an estimate 20 would" in advice
+    assert gpu_check.flags_in(advice) == ["--train_batch_size=16", "--gradient_accumulation_steps=4"]
     assert gpu_check.flags_in("error: something else") == []
 
 

@@ -149,6 +149,10 @@ def test_a_step_of_a_diffusers_scheduler_waits_for_nothing(name):
     try:
         method = DiffusersMethod(build_scheduler(), name, 5)
     except UnusableScheduler:
+        assert name in (
+            "DPMSolverSDEScheduler",
+            "EDMEulerScheduler",
+        )  # torchsde is not here; other noise levels
         pytest.skip("is refused")
     method.begin()
     samples = torch.zeros(2, 1, 8, 8, device="meta")
@@ -223,9 +227,11 @@ def test_operations_of_a_step():
             learn(run, batch, t, weights)
         with Operations() as counted["network"]:
             unet(torch.zeros(16, 3, 32, 32), t).sample.sum().backward()
-    network, step = counted["network"].total, counted["step"].total
-    assert step <= 1300
-    assert step - network <= 300
+    beside = counted["step"].counts - counted["network"].counts
+    for name in ("linalg_vector_norm", "mul_"):  # of clipping; on a GPU one operation has them all
+        beside[name] -= len([*unet.parameters()])
+    assert counted["network"].total <= 1006
+    assert beside.total() <= 227
 
 
 def test_operations_of_the_noise():

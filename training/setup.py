@@ -291,7 +291,7 @@ def opened(run: Run) -> Iterator[None]:
     run.over_at_start = run.is_over()
     # Before the exchange of gradients is wrapped around it. Grids are drawn with `state.unet`, which stays as it is.
     if config.compile:
-        compile_words()
+        compile_words(processes.device)
     run.network = processes.accelerator.prepare(torch.compile(state.unet) if config.compile else state.unet)
     run.learn = graph_of(run) if config.cuda_graph else partial(learn, run)
     not_here = "--compile: this machine cannot compile the network; train without it"
