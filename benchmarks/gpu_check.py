@@ -259,6 +259,18 @@ def check_signal(folder: Path, launcher: tuple[str, ...], lost: bool) -> Result:
     return "saved at step" in text, f"saved {took:.1f} s after SIGTERM, exit code {code}"
 
 
+def check_shared_gpu(folder: Path) -> Result:
+    """Start a process more than there are GPUs, which must be refused in a line that says so."""
+    import torch
+
+    count = torch.cuda.device_count() + 1
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}")
+    said = run(*DIGITS, f"--total_batch_size={64 * count}", f"--output_dir={folder}/shared", launcher=launcher,
+               succeed=False).stderr  # fmt: skip
+    refused = re.search(r"error: (\d+ processes were started.*)", said)
+    return refused is not None, refused[1] if refused else f"it was not refused: {last_line(said)}"
+
+
 def workers_of(pid: int) -> list[int]:
     """Return the processes that torchrun has started, in order."""
     import psutil
@@ -381,6 +393,7 @@ def main() -> None:
             attempt("grey evaluation", check_grey_evaluation, folder),
             attempt("SIGTERM", check_signal, folder, torchrun, False),
         ]
+        results.append(attempt("one process too many", check_shared_gpu, folder))
         if torchrun:
             results.append(attempt("kill -9", check_signal, folder, torchrun, True))
         results.append(attempt("memory format", check_memory_format, folder))

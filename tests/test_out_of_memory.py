@@ -215,6 +215,15 @@ def test_a_network_that_does_not_fit(train, tmp_path, monkeypatch):
         train(tmp_path / "run")
 
 
+def test_a_moving_average_that_does_not_fit(train, tmp_path, monkeypatch):
+    def no_room(*_) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("training.update.build_ema", no_room)
+    with pytest.raises(UserError, match="the network and its moving average do not fit in the memory of cpu"):
+        train(tmp_path / "run")
+
+
 def test_a_grid_that_does_not_fit(room_for, train, tmp_path):
     room_for(16)
     with pytest.raises(UserError, match=r"--eval_batch_size 40: such .* of cpu; by an estimate \d\d would"):

@@ -207,18 +207,22 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
     config = with_resolved(config, sizes, total_steps, data.channels, processes.precision)
 
     initialisation = generator_for(config.seed, "initialisation")
-    unet = build_training_unet(config, data.channels, initialisation, condition.network).to(processes.device)
-    check_disk(config, unet.num_parameters())
-    loss = build_loss(vars(config), build_process(config))
-    loss.start(config.seed, sizes.total, data.channels, condition.inputs, processes)
-    state = TrainingState(
-        unet=unet,
-        update=Update(config, unet, total_steps, processes),
-        loss=loss,
-        window=Window(processes, LogSNRBins(loss.process.alphas_cumprod), config.logging_steps),
-        settings=settings_of(config) | {"images": len(data.images)} | condition.settings,
-        condition=condition.description,
+    too_large = (
+        f"the network and its moving average do not fit in the memory of {processes.device}: choose a smaller one"
     )
+    with fits_in_memory(processes.device, lambda: too_large):
+        unet = build_training_unet(config, data.channels, initialisation, condition.network).to(processes.device)
+        check_disk(config, unet.num_parameters())
+        loss = build_loss(vars(config), build_process(config))
+        loss.start(config.seed, sizes.total, data.channels, condition.inputs, processes)
+        state = TrainingState(
+            unet=unet,
+            update=Update(config, unet, total_steps, processes),
+            loss=loss,
+            window=Window(processes, LogSNRBins(loss.process.alphas_cumprod), config.logging_steps),
+            settings=settings_of(config) | {"images": len(data.images)} | condition.settings,
+            condition=condition.description,
+        )
     return Run(config, processes, condition, sizes, batches, state, total_steps)
 
 
