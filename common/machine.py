@@ -1,4 +1,4 @@
-"""The machine: its cores, and copies to and from its device that nothing need wait for."""
+"""The machine: its cores, its memory, and copies to and from its device that nothing need wait for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import contextlib
 import gc
 import os
 import re
-from collections.abc import Iterator
+import resource
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 MOST_WORKERS = 4
 # What torch, cuDNN and cuBLAS say of a device, and torch of a machine, that has no memory left.
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
+LARGEST_MEASURED = 16  # images in a batch whose memory is measured; that of larger ones follows from it
+CALLS_BEFORE_CAPTURE = 3  # of a CUDA graph, in which torch, cuDNN and cuBLAS get ready
+USABLE_SHARE = 0.9  # of the memory that is free: some is lost between the blocks in use
 
 
 def default_num_workers(local_processes: int) -> int:
@@ -52,15 +58,112 @@ def _cgroup_quotas(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Pa
     return quotas
 
 
+def is_out_of_memory(error: BaseException, device: torch.device) -> bool:
+    """Tell whether the memory of the device did not suffice; that of the machine is a CPU's alone."""
+    import torch
+
+    if isinstance(error, MemoryError):
+        return device.type == "cpu"
+    said = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error))
+    return bool(said) or isinstance(error, torch.OutOfMemoryError)
+
+
 @contextlib.contextmanager
-def fits_in_memory(advice: str) -> Iterator[None]:
-    """End with advice on what to lower where the memory of the device, or of the machine, does not suffice."""
+def fits_in_memory(device: torch.device, advice: Callable[[], str]) -> Iterator[None]:
+    """End with advice on what to lower where the memory of the device does not suffice.
+
+    What was under way is gone when the advice is asked for, so that it may measure what would fit.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and not OUT_OF_MEMORY.search(str(error)):
+        if not is_out_of_memory(error, device):
             raise
-        raise UserError(f"{advice} ({reason_of(error)})") from error
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        raise UserError(advice()) from error
+
+
+def largest_batch(run: Callable[[int], object], device: torch.device, failed: int, to_come: int = 0) -> int:
+    """Estimate how many images, fewer than `failed`, fit in the free memory, `to_come` bytes of which have other uses.
+
+    `run` is called with small batches, twice as large each time, to measure what they take. In the smallest the
+    gradient of the weights covers up what the images take, so the two largest count.
+    """
+    measured, size = [(0, 0)], 1
+    while size < failed and size <= LARGEST_MEASURED:
+        try:
+            measured.append((size, peak_memory(partial(run, size), device)))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error, device):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            return measured[-1][0]
+        size *= 2
+    if len(measured) < 3:
+        return measured[-1][0]
+    return min(failed - 1, images_within(USABLE_SHARE * (free_memory(device) - to_come), *measured[-2:]))
+
+
+def images_within(memory: float, small: tuple[int, int], large: tuple[int, int]) -> int:
+    """Return the most images n with fixed + per_image n <= memory, where two batches take (n, bytes)."""
+    per_image = max(1, (large[1] - small[1]) / (large[0] - small[0]))
+    fixed = small[1] - per_image * small[0]
+    return max(0, int((memory - fixed) / per_image))
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that this process can still have, on the device or on the machine."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    free, (limit, _) = psutil.virtual_memory().available, resource.getrlimit(resource.RLIMIT_AS)
+    return free if limit == resource.RLIM_INFINITY else min(free, limit - psutil.Process().memory_info().vms)
+
+
+def peak_memory(action: Callable[[], object], device: torch.device) -> int:
+    """Return the most bytes that an action takes at any time, beyond what is taken already."""
+    import torch
+
+    if device.type != "cuda":
+        return peak_of_tensors(action)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    action()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def peak_of_tensors(action: Callable[[], object]) -> int:
+    """Count the bytes of the tensors that an action makes, the most at any time; a CPU has no counter of its own."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_iter
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.storages, self.peak = WeakIdKeyDictionary(), 0  # those that are alive, and their bytes
+
+        def __torch_dispatch__(self, operation, types, arguments=(), others=None):
+            for storage in self._storages_in((arguments, others)):
+                self.storages.setdefault(storage, 0)  # was there before, or is counted already
+            result = operation(*arguments, **(others or {}))
+            for storage in self._storages_in(result):
+                self.storages.setdefault(storage, storage.nbytes())
+            self.peak = max(self.peak, sum(self.storages.values()))
+            return result
+
+        @staticmethod
+        def _storages_in(values: object) -> list:
+            return [value.untyped_storage() for value in tree_iter(values) if hasattr(value, "untyped_storage")]
+
+    with Count() as count:
+        action()
+    return count.peak
 
 
 @contextlib.contextmanager
@@ -92,6 +195,8 @@ def can_be_compiled(advice: str) -> Iterator[None]:
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy to the device; from pinned memory a copy to a GPU does not wait for the work before it."""
+    if tensor.device.type == device.type:
+        return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -114,3 +219,37 @@ class PendingCopy:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._on_host
+
+
+class CapturedWork:
+    """Work of a GPU that the host starts with one call, however many operations it is: a CUDA graph.
+
+    A graph reads its inputs where they were when it was captured, so they are copied there, and what it returns is
+    overwritten by the next call. The first calls run as they are, on the stream that captures, until all that is made
+    once has been made.
+    """
+
+    def __init__(self, work: Callable[..., tuple[torch.Tensor, ...]]):
+        import torch
+
+        self.work, self.calls, self.graph, self.stream = work, 0, torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        import torch
+
+        self.calls += 1
+        if self.calls <= CALLS_BEFORE_CAPTURE:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                outputs = self.work(*inputs)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return outputs
+        if self.calls == CALLS_BEFORE_CAPTURE + 1:
+            self.inputs = [tensor.clone() for tensor in inputs]
+            # Other threads, which write checkpoints for example, may do as they like meanwhile.
+            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+                self.outputs = self.work(*self.inputs)
+        for static, given in zip(self.inputs, inputs, strict=True):
+            static.copy_(given)
+        self.graph.replay()
+        return self.outputs

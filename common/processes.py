@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 # What gloo, NCCL and torch say when another process is gone or silent.
 LOST_CONTACT = re.compile("connection|timed out|timeout|peer|nccl|socket", re.IGNORECASE)
 
-# Long enough for one process per machine to decode a large data set while the others wait.
-PATIENCE = timedelta(hours=2)
+# Long enough for one process per machine to decode a large data set, or to make its last batch of images with a slow
+# network, while the others wait. A process that has died is noticed at once.
+PATIENCE = timedelta(days=1)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # is there where the driver is loaded
 # A process that has not come to a step for this long is lost. One that has died is noticed at once.
 LOST_AFTER = timedelta(minutes=10)
@@ -282,6 +283,7 @@ def start_processes(options: ProcessOptions) -> Processes:
             f"output says why; between machines, name the network interface that they share, for example "
             f"GLOO_SOCKET_IFNAME=eth0 (`ip address` lists them)"
         ) from error
+    check_devices(processes)
     set_up_logging(processes.is_main)
     logger.info(accelerator.state)
     # Launchers set one thread per process whatever the machine; a number the user chose is left alone. On GPUs too the
@@ -372,6 +374,18 @@ def check_cuda() -> None:
         f"this machine has an NVIDIA driver ({driver}), but torch {torch.__version__}, which {built}, cannot use it: "
         f"install a torch that fits the driver, or use the CPU with CUDA_VISIBLE_DEVICES=''"
     )
+
+
+def check_devices(processes: Processes) -> None:
+    """Raise if two processes have one GPU: more were started than there are, and NCCL cannot work with that."""
+    if processes.device.type != "cuda":
+        return
+    devices = set(processes.all_gather(str(torch.cuda.get_device_properties(processes.device).uuid)))
+    if len(devices) < processes.count:
+        raise UserError(
+            f"{processes.count} processes were started, but they have {len(devices)} GPU(s), and each needs its own: "
+            f"start as many on each machine as it has GPUs"
+        )
 
 
 def _join_again(world_size: int) -> None:

@@ -11,6 +11,7 @@ evaluated with tensor operations on the device of the images.
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -29,7 +30,7 @@ def generator_for(*coordinates: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(derive_seed(*coordinates))
 
 
-def philox(key: int, counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple:
+def philox(key: int | torch.Tensor, counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple:
     """Return four random 32-bit words (held in int64) for every 128-bit counter, by Philox-4x32-10."""
     c0, c1, c2, c3 = counter
     key0, key1 = key & WORD, (key >> 32) & WORD
@@ -42,7 +43,27 @@ def philox(key: int, counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     return c0, c1, c2, c3
 
 
-def standard_normal(key: int, rows: torch.Tensor, column: int, shape: tuple[int, ...]) -> torch.Tensor:
+def random_words(key: int | torch.Tensor, rows: torch.Tensor, column: int | torch.Tensor, blocks: int) -> tuple:
+    """Return four random words for each of a number of blocks of each of `rows`."""
+    block = torch.arange(blocks, device=rows.device).expand(len(rows), blocks)
+    rows = rows[:, None].expand(len(rows), blocks)
+    return philox(key, (block, torch.zeros_like(block) + (column & WORD), rows & WORD, (rows >> 32) & WORD))
+
+
+_compiled_words: Callable[..., tuple] | None = None
+
+
+def compile_words(device: torch.device) -> None:
+    """Let a GPU compute `random_words` in one kernel that torch.compile makes, instead of 140.
+
+    They are integers, which do not depend on who computes them. What they become, logarithms and cosines, would.
+    """
+    global _compiled_words
+    if device.type == "cuda":
+        _compiled_words = torch.compile(random_words, dynamic=True)
+
+
+def standard_normal(key: int, rows: torch.Tensor, column: int | torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return float32 Gaussian noise of `shape` for each of `rows`, on their device.
 
     Row i's noise depends on (key, rows[i], column) alone: in training the row is the position in the global batch and
@@ -50,9 +71,13 @@ def standard_normal(key: int, rows: torch.Tensor, column: int, shape: tuple[int,
     """
     count = math.prod(shape)
     blocks = -(-count // 4)
-    block = torch.arange(blocks, device=rows.device).expand(len(rows), blocks)
-    rows = rows[:, None].expand(len(rows), blocks)
-    words = philox(key, (block, torch.full_like(block, column & WORD), rows & WORD, (rows >> 32) & WORD))
+    if _compiled_words is not None and rows.device.type == "cuda":
+        # As tensors, which may have other values without being compiled anew.
+        key = torch.full((), key, device=rows.device)
+        column = torch.full((), column, device=rows.device) if isinstance(column, int) else column
+        words = _compiled_words(key, rows, column, blocks)
+    else:
+        words = random_words(key, rows, column, blocks)
     # Box-Muller on pairs of words: u in (0, 1], so that the logarithm is finite.
     uniform = [word.float().mul_(2.0**-32).add_(2.0**-33) for word in words]
     normals = []

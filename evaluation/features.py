@@ -17,7 +17,7 @@ import torch
 from common.errors import UserError, reason_of
 from common.files import load_safetensors, save_safetensors
 from common.interruption import fault_point
-from common.machine import PendingCopy, to_device, usable_cores
+from common.machine import PendingCopy, fits_in_memory, largest_batch, to_device, usable_cores
 from common.processes import Processes
 from common.progress import progress_bar
 from evaluation.image_sets import Batch, ImageSet, batches_of
@@ -88,8 +88,9 @@ class FeatureExtractor:
             left = self._resized_ahead(islice(batches, done, None), [one.network for one in passes])
             saved_at = time.monotonic()
             for number, (indices, *inputs) in enumerate(left, start=done + 1):
-                for one, pixels in zip(passes, inputs, strict=True):
-                    one.add(indices, to_device(pixels, self.processes.device))
+                with fits_in_memory(self.processes.device, self.batch_that_fits):
+                    for one, pixels in zip(passes, inputs, strict=True):
+                        one.add(indices, to_device(pixels, self.processes.device))
                 bar.update(len(indices))
                 if path is not None and time.monotonic() - saved_at >= SECONDS_BETWEEN_SAVES:
                     _save(passes, number, path)
@@ -125,7 +126,8 @@ class FeatureExtractor:
         share = -(-count // self.processes.count)
         if share >= WORTH_TIMING and self._announced != (count, size):
             self._announced = count, size
-            seconds = self._seconds_per_batch(size) * share / self.batch_size
+            with fits_in_memory(self.processes.device, self.batch_that_fits):
+                seconds = self._seconds_per_batch(size) * share / self.batch_size
             numbers = count / seconds, count, *divmod(round(seconds), 60)
             logger.info("About %.0f images a second: %d images take about %d min %02d s", *numbers)
 
@@ -144,15 +146,27 @@ class FeatureExtractor:
 
     def _seconds_per_batch(self, size: tuple[int, int]) -> float:
         """Time one image many times over; the first pass, which may take long, is not counted."""
-        image = np.zeros((*size, 3), np.uint8)
         for _ in range(2):
-            with torch.inference_mode():
-                start = time.perf_counter()
-                for network in self.networks:
-                    batch = network.resized(image).expand(self.batch_size, -1, -1, -1)
-                    network.compute(batch.to(self.processes.device))
-                self.processes.synchronize_device()
+            start = time.perf_counter()
+            self._pass_of_zeros(self.batch_size, size)
+            self.processes.synchronize_device()
         return time.perf_counter() - start
+
+    def _pass_of_zeros(self, count: int, size: tuple[int, int] = (32, 32)) -> None:
+        """Compute the features of `count` black images in every network."""
+        image = np.zeros((*size, 3), np.uint8)
+        with torch.inference_mode():
+            for network in self.networks:
+                batch = network.resized(image).expand(count, -1, -1, -1)
+                network.compute(batch.to(self.processes.device))
+
+    def batch_that_fits(self) -> str:
+        """Say, after a batch that did not fit in memory, which one would."""
+        with torch.compiler.set_stance("force_eager"):  # not compiled for every size
+            fitting = largest_batch(self._pass_of_zeros, self.processes.device, failed=self.batch_size)
+        what = f"--feature_batch_size {self.batch_size}: the features of this many images do not fit in the memory of "
+        what += f"{self.processes.device}"
+        return f"{what}; by an estimate those of {fitting} do" if fitting else f"{what}, nor do those of a single one"
 
     def _resized_ahead(self, batches: Iterable[Batch], networks: list[FeatureNetwork]) -> Iterator[list[torch.Tensor]]:
         """Yield each batch's indices and its images for every network, resized by threads while others are computed."""

@@ -260,10 +260,9 @@ class Likelihood:
         running = RunningNetwork(job, processes, replace(settings, batch_size=size))
         place = torch.zeros(len(images), dtype=torch.int64)  # of an image among those that are measured
         place[rows] = torch.arange(len(rows))
-        advice = f"--batch_size {size}: does not fit in the memory of {processes.device}; choose a smaller one"
         columns = 3 + steps * (2 if model.scheduler.learns_variance else 1)
         parts = [torch.zeros(0, columns, dtype=torch.float64)]
-        with fits_in_memory(advice), processes.accelerator.autocast():
+        with fits_in_memory(processes.device, running.batch_that_fits), processes.accelerator.autocast():
             batches = -(-len(rows) // size) / processes.count
             duration = timedelta(seconds=round(math.ceil(batches) * steps * running.seconds_per_pass(size)))
             message = "%s: %d images of %s at each of %d timesteps, in batches of %d: about %s"

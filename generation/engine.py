@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -14,9 +13,10 @@ import torch
 
 from common.errors import user_errors
 from common.interruption import Interrupted, fault_point, stop_requested
-from common.machine import fits_in_memory
+from common.machine import fits_in_memory, is_out_of_memory, largest_batch
 from common.processes import Processes
 from common.progress import progress_bar
+from common.randomness import compile_words
 from conditions.guidance import GenerationCondition
 from generation.generate_options import BATCHES_TO_SHARE, SMALLEST_BATCH
 from run_folder.saved_model import SavedModel
@@ -148,6 +148,7 @@ class RunningNetwork:
         if settings.channels_last:
             self.network.to(memory_format=torch.channels_last)
         if settings.compile:
+            compile_words(processes.device)
             self.network.compile()
 
     def generate(
@@ -156,7 +157,7 @@ class RunningNetwork:
         """Return the images of at most a batch of seeds, uint8, on the CPU."""
         job, device = self.job, self.processes.device
         padded = seeds + [seeds[-1]] * (self.settings.batch_size - len(seeds))
-        with self._user_error_if_out_of_memory(), self.processes.accelerator.autocast():
+        with fits_in_memory(self.processes.device, self.batch_that_fits), self.processes.accelerator.autocast():
             predict = job.condition.predict_for(self.network, padded)
             on_device = torch.tensor(padded, device=device)
             samples = denoise(predict, job.method, on_device, job.model.shape, on_step, initial_noise)
@@ -166,7 +167,10 @@ class RunningNetwork:
         """Run the network, which may take long at first, and log how long such passes will take for the batches."""
         batch_size = self.settings.batch_size
         kinds = (Exception,) if self.settings.compile else ()  # whatever is missing on this machine for it
-        with user_errors("--compile: not possible here", *kinds), self._user_error_if_out_of_memory():
+        with (
+            user_errors("--compile: not possible here", *kinds),
+            fits_in_memory(self.processes.device, self.batch_that_fits),
+        ):
             seconds = self.seconds_per_pass(batch_size)
         passes_per_second = sum(1 / of_one for of_one in self.processes.all_gather(seconds))
         passes, images = sum(len(job.method.timesteps) for job, _ in batches), sum(len(seeds) for _, seeds in batches)
@@ -185,22 +189,30 @@ class RunningNetwork:
 
     def seconds_per_pass(self, size: int) -> float:
         """Measure one call of the network for a batch of this size, guided if any is, after one to warm up."""
+        for _ in range(2):
+            self.processes.synchronize_device()
+            start = time.perf_counter()
+            self.pass_of_zeros(size)
+            self.processes.synchronize_device()
+        return time.perf_counter() - start
+
+    def pass_of_zeros(self, size: int) -> None:
+        """Call the network for a batch of this size."""
         samples = torch.zeros(size, *self.job.model.shape, device=self.processes.device)
         t = torch.tensor(self.job.condition.guidance.first_timestep, device=self.processes.device)
         with torch.no_grad(), self.processes.accelerator.autocast():
-            predict = self.job.condition.predict_for(self.network, [0] * size)
-            for _ in range(2):
-                self.processes.synchronize_device()
-                start = time.perf_counter()
-                predict(samples, t)
-                self.processes.synchronize_device()
-        return time.perf_counter() - start
+            self.job.condition.predict_for(self.network, [0] * size)(samples, t)
 
-    def _user_error_if_out_of_memory(self) -> AbstractContextManager[None]:
-        count, (_, height, width) = self.settings.batch_size, self.job.model.shape
-        advice = f"choose a smaller --batch_size than {count}" if count > 1 else "it needs a larger device"
-        images = f"images of {width}x{height} by {self.job.model.name} do"
-        return fits_in_memory(f"{count} {images} not fit in the memory of {self.processes.device}; {advice}")
+    def batch_that_fits(self) -> str:
+        """Say, after a batch that did not fit in memory, which one would."""
+        failed, (_, height, width) = self.settings.batch_size, self.job.model.shape
+        with torch.compiler.set_stance("force_eager"):  # not compiled for every size
+            fitting = largest_batch(self.pass_of_zeros, self.processes.device, failed)
+        what = f"--batch_size {failed}: {failed} images of {width}x{height} by {self.job.model.name} do not fit in the "
+        what += f"memory of {self.processes.device}"
+        if not fitting:
+            return f"{what}, nor does a single one: it needs a larger device"
+        return f"{what}; by an estimate {fitting} do: choose --batch_size {1 << (fitting.bit_length() - 1)}"
 
 
 def choose_batch_size(job: Job, num_images: int, processes: Processes, settings: InferenceSettings) -> int:
@@ -214,13 +226,17 @@ def choose_batch_size(job: Job, num_images: int, processes: Processes, settings:
         return min(num_images, SMALLEST_BATCH)
     running = RunningNetwork(job, processes, replace(settings, compile=False))
     size, candidate, best_rate, seconds = SMALLEST_BATCH, SMALLEST_BATCH, 0.0, 0.0
-    with suppress(torch.OutOfMemoryError):
-        while candidate <= largest and seconds <= LONGEST_PASS:
+    while candidate <= largest and seconds <= LONGEST_PASS:
+        try:
             seconds = running.seconds_per_pass(candidate)
-            if candidate / seconds < SPEEDUP_WORTH_DOUBLING * best_rate:
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error, processes.device) and size < candidate:
                 break
-            size, best_rate = candidate, candidate / seconds
-            candidate *= 2
+            raise
+        if candidate / seconds < SPEEDUP_WORTH_DOUBLING * best_rate:
+            break
+        size, best_rate = candidate, candidate / seconds
+        candidate *= 2
     return min(processes.all_gather(size))
 
 

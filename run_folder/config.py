@@ -411,6 +411,13 @@ class SystemOptions:
     )
     allow_tf32: bool = option(False, "Use TF32 for matrix products on GPUs that have it: faster, slightly less exact.")
     compile: bool = option(False, "Compile the network for speed; the first step then takes minutes.")
+    cuda_graph: bool = option(
+        False,
+        "Start all of a step's work on the GPU at once, which is faster where the host is slower than the GPU: with "
+        "small batches. For one NVIDIA GPU.",
+        may_change=True,
+        on_card=False,
+    )
     gradient_checkpointing: bool = option(
         False,
         "Save memory by computing activations a second time for the gradient, which makes steps slower.",

@@ -37,7 +37,7 @@ def denoise(
     `initial_noise` replaces the noise that the seeds stand for at the start, not that of the steps. Mixed precision is
     the network's alone: steps are taken in float32, by whatever operations.
     """
-    method.begin(seeds.device)
+    method.begin()
     noise = StepNoise(seeds, seeds.tolist(), 0, shape)
     samples = method.noise_scale * (noise() if initial_noise is None else initial_noise)
     # As one tensor: a number that is passed at each step would be copied to the device there.
@@ -118,7 +118,7 @@ class DenoisingMethod:
         self.folder_name = f"{name}-{num_inference_steps}"  # its part of the name of a folder of images
         self.description = f"{name}, {num_inference_steps} steps"  # a line, with what was decided for the user
 
-    def begin(self, device: torch.device) -> None:
+    def begin(self) -> None:
         """Forget the batch before; for methods that remember earlier steps."""
 
     def network_input(self, sample: torch.Tensor, number: int) -> torch.Tensor:
@@ -225,7 +225,7 @@ class DiffusersMethod(DenoisingMethod):
             if not hasattr(self._scheduler, "alphas_cumprod"):
                 raise UnusableScheduler("has noise levels of its own, not those that the model was trained with")
             self._takes_generator = "generator" in inspect.signature(self._scheduler.step).parameters
-            self.begin(torch.device("cpu"))
+            self.begin()
             self.timesteps = self._scheduler.timesteps.tolist()
             self.noise_scale = float(self._scheduler.init_noise_sigma)
             self._try_all_steps()
@@ -236,8 +236,9 @@ class DiffusersMethod(DenoisingMethod):
         if len(self.timesteps) != num_inference_steps:
             self.description += f" ({len(self.timesteps)} calls of the network)"
 
-    def begin(self, device: torch.device) -> None:
-        self._scheduler.set_timesteps(self.settings["num_inference_steps"], device=device)
+    def begin(self) -> None:
+        # Timesteps stay on the host: a step looks its own up among them, and would wait for a device that has them.
+        self._scheduler.set_timesteps(self.settings["num_inference_steps"])
 
     def network_input(self, sample: torch.Tensor, number: int) -> torch.Tensor:
         return self._scheduler.scale_model_input(sample, self._scheduler.timesteps[number - 1])

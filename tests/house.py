@@ -15,7 +15,8 @@ SCRIPT = "train_unconditional"
 PATH_TO_LOSS = [
     (SCRIPT, "main", "execute"),
     ("training.setup", "execute", "train"),
-    ("training.loop", "train", "loss"),
+    ("training.loop", "train", "learn"),
+    ("training.loop", "learn", "loss"),
     ("schedulers.loss", "DiffusionLoss.__call__", "self.error"),
 ]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -90,7 +91,7 @@ def names_before_loss(modules: dict[str, ast.Module]) -> list[str]:
         function = dict(functions_of(module))[wanted]
         known = {*imports_of(module, modules), *(getattr(node, "name", "") for node in module.body)}
         nodes = [node for statement in function.body for node in ast.walk(statement)]
-        calls = [node for node in nodes if isinstance(node, ast.Call) and onward in ast.unparse(node.func)]
+        calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(onward)]
         before = [node for node in nodes if getattr(node, "lineno", 10**9) <= calls[-1].lineno]
         for node in sorted(before, key=lambda node: (node.lineno, node.col_offset)):
             if isinstance(node, ast.Name) and node.id in known:

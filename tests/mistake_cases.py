@@ -354,6 +354,7 @@ family("values", "train_unconditional.py {tiny} --dry_run --output_dir=out", """
     --num_workers=1000000            :: --num_workers
     --ddpm_num_steps=10 --ddpm_num_inference_steps=20 :: 20 & 10
     --total_batch_size=7 --train_batch_size=2   :: 7
+    --cuda_graph                                :: --cuda_graph & NVIDIA
     --speed_tau=2000 --timestep_sampler=speed   :: tau & 2000
     --timestep_sampler=unifrom                  :: uniform
     --logit_normal_mean=nan --timestep_sampler=logit_normal :: logit_normal_mean

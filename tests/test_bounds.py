@@ -18,7 +18,6 @@ from conftest import ROOT, metrics_of
 import common.processes
 from common import interruption
 from common.errors import UserError
-from common.machine import fits_in_memory
 from common.options import facts_of
 from evaluation.evaluate_options import EvaluationOptions, parse_evaluation
 from generation.generate_options import GenerationOptions, parse_generation
@@ -261,27 +260,6 @@ def test_a_hang_up_saves(train, tmp_path, monkeypatch):
         for number, handler in before.items():
             signal.signal(number, handler)
     assert list((tmp_path / "run").glob("checkpoint-[12]"))
-
-
-def test_out_of_memory_says_what_to_lower(train, tmp_path, monkeypatch):
-    for error in (
-        torch.OutOfMemoryError("CUDA out of memory."),
-        MemoryError(),
-        RuntimeError("can't allocate memory: x"),
-    ):
-        with pytest.raises(UserError, match="too large .*mem|too large .*MemoryError"), fits_in_memory("too large"):
-            raise error
-    with pytest.raises(RuntimeError, match="shapes"), fits_in_memory("too large"):
-        raise RuntimeError("shapes")
-
-    def no_room(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr("schedulers.loss.DiffusionLoss.__call__", no_room)
-    with pytest.raises(
-        UserError, match="--train_batch_size 16: .*--eval_batch_size 4.*--total_batch_size 16 .*CUDA out"
-    ):
-        train(tmp_path / "run", "--max_train_steps=1")
 
 
 def test_the_login_is_asked_for_before_the_training(tmp_path, monkeypatch, caplog):

@@ -336,9 +336,8 @@ class TwoMilestones(Milestones):
             paused=nullcontext, clock=SimpleNamespace(train_seconds=1.0), log_timesteps=lambda state: None
         )
         self.run = SimpleNamespace(tracking=tracking)
-        self.processes = SimpleNamespace(
-            count=2, is_main=True, barrier=lambda: None, all_gather=lambda digest: [digest, digest_of(other)]
-        )
+        self.processes = SimpleNamespace(count=2, is_main=True, device=torch.device("cpu"), barrier=lambda: None)
+        self.processes.all_gather = lambda digest: [digest, digest_of(other)]
 
     def draw_samples(self, state: SimpleNamespace) -> bool:
         return False

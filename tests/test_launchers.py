@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import preloaded
 import pytest
@@ -146,6 +147,19 @@ def test_precision_of_a_configuration_file(train, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(UserError, match="mixed precision fp8, of accelerate's configuration"):
         train(tmp_path / "run")
+
+
+@pytest.mark.parametrize("gpus", [["a", "b", "c"], ["a", "b", "a"], ["a", "a", "a"]])
+def test_each_process_needs_a_gpu_of_its_own(gpus, monkeypatch):
+    """As NVIDIA's driver numbers them, on whatever machine they are."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpus[0]))
+    here = SimpleNamespace(device=torch.device("cuda:0"), count=3, all_gather=lambda uuid: [uuid, *gpus[1:]])
+    if len(set(gpus)) == 3:
+        processes.check_devices(here)
+    else:
+        with pytest.raises(UserError, match=f"3 processes were started, but they have {len(set(gpus))} GPU"):
+            processes.check_devices(here)
+    processes.check_devices(SimpleNamespace(device=torch.device("cpu")))
 
 
 def test_a_failed_process_leaves_its_group():

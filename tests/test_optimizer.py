@@ -88,7 +88,8 @@ def test_gradients_of_replicas_are_clipped_as_the_original_does():
     processes = SimpleNamespace(device=torch.device("cpu"), count=1, accelerator=SimpleNamespace(scaler=None))
     update = Update(config("--clip_per_replica=8", "--no_use_ema"), network, 100, processes)
     for _ in range(2):  # what one step leaves does not reach the next
-        update.begin()
+        update.begin(0)
+        update.objective = torch.zeros(())
         for part in inputs:
             update.backward(network(part).square().mean() / 8)
         update.clip()

@@ -1,9 +1,13 @@
 """Noise is a function of its coordinates, and it is noise."""
 
+import itertools
+import shutil
+
 import pytest
 import torch
 
-from common.randomness import WORD, derive_seed, generator_for, philox, standard_normal
+from common import randomness
+from common.randomness import WORD, derive_seed, generator_for, philox, random_words, standard_normal
 
 # Known answers of Philox-4x32-10 published with Random123: key, counter, output.
 KNOWN_ANSWERS = [
@@ -21,6 +25,48 @@ KNOWN_ANSWERS = [
 def test_philox_gives_the_published_answers(key, counter, answer):
     words = philox(key, tuple(torch.tensor([word]) for word in counter))
     assert tuple(word.item() for word in words) == answer
+
+
+# Keys of 63 bits and of one, rows beyond 32 bits, and columns.
+DRAWN = [(derive_seed("a"), [0, 1, 2**40 + 3], 7), (1, [5], 2**32 - 1), (derive_seed("b"), [2**62, 9], 0)]
+
+
+def test_compiled_words_are_the_same():
+    """By inductor for a CPU, where there is a C++ compiler; a GPU has Triton. A single row may have its own graph."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    backend = "inductor" if shutil.which("g++") else "aot_eager"
+    compiled = torch.compile(random_words, dynamic=True, backend=backend)
+    for (key, rows, column), blocks in itertools.product(DRAWN, (13, 64)):
+        rows = torch.tensor(rows)
+        words = compiled(torch.tensor(key), rows, torch.tensor(column), blocks)
+        for one, other in zip(words, random_words(key, rows, column, blocks), strict=True):
+            assert torch.equal(one, other)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_a_gpu_gets_compiled_words(monkeypatch):
+    """And with them the noise that it has without: checked on fake tensors, which say that they are on a GPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    called = []
+    monkeypatch.setattr(randomness, "_compiled_words", None)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: called.append(function) or function)
+    randomness.compile_words(torch.device("cpu"))
+    assert randomness._compiled_words is None
+    randomness.compile_words(torch.device("cuda"))
+    monkeypatch.setattr(randomness, "_compiled_words", lambda *given: called.append(given) or random_words(*given))
+    with FakeTensorMode(), torch.device("cuda:0"):
+        noise = standard_normal(derive_seed("a"), torch.arange(3), 5, (3, 8, 8))
+    function, (key, _, column, blocks) = called
+    assert function is random_words
+    assert (noise.shape, noise.device.type, blocks) == ((3, 3, 8, 8), "cuda", 48)
+    assert key.device == column.device == torch.device("cuda:0")
+    standard_normal(1, torch.arange(3), 5, (3, 8, 8))
+    assert len(called) == 2
 
 
 def test_noise_of_a_row_does_not_depend_on_the_rows_beside_it():

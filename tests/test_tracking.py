@@ -118,5 +118,14 @@ def test_sums_that_are_not_of_these_bins_are_left_out():
             assert not any(sums[tracking.QUARTERS :])
 
 
+def test_losses_for_the_report_of_a_failure_are_kept():
+    """Of as many steps as the window has, and as they were: a CUDA graph writes those of the next step over them."""
+    window, t = new_window(), torch.arange(3)
+    errors = torch.zeros(3)
+    for number in range(6):
+        window.note(t, errors.fill_(number))
+    assert [kept.tolist() for _, kept in window.latest] == [[number] * 3 for number in (2, 3, 4, 5)]
+
+
 def test_json_has_no_infinity():
     assert tracking.rounded(torch.tensor([1 / 3, torch.inf, torch.nan])) == [0.333333, None, None]

@@ -11,40 +11,26 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.interruption import fault_point
-from common.randomness import derive_seed
 
 if TYPE_CHECKING:
+    from image_data.batches import Batch
     from training.setup import Run
 
 
 def train(run: Run) -> None:
     """Repeat the lines of algorithm 1 until the run is over; raise `Interrupted` if somebody asks for a stop."""
-    network, loss, state, update = run.network, run.state.loss, run.state, run.state.update
-    network.train()
+    loss, state, update = run.state.loss, run.state, run.state.update
+    run.network.train()
     run.milestones.catch_up(state)
     if run.over_at_start:
         return
 
     for batch in run.tracking.timed(run.batches.from_step(state.step)):  # 1: repeat; 2: x_0 ~ q(x_0)
         t, weights = loss.draw(batch)  # 3: t ~ Uniform({1, ..., T}), counted from 0, or as the sampler wants it
-        # Dropout alone draws from torch's global generators.
-        torch.manual_seed(derive_seed(run.config.seed, "dropout", batch.step, run.processes.index))
-
-        errors = []
-        update.begin()
-        for number, (part, t_of_part, weight) in enumerate(batch.in_passes(t, weights), start=1):
-            with run.gradient_exchange(enabled=number == batch.passes):
-                error = loss(network, part, t_of_part)  # 4: epsilon ~ N(0, I), and |epsilon - epsilon_theta(x_t, t)|^2
-                update.backward((weight * error).mean() / batch.passes)  # 5: its gradient
-            errors.append(error.detach())
-
-        update.clip()
-        errors = torch.cat(errors)
-        # Into the sums of the window, in one exchange with the other processes.
-        in_batch = loss.in_global_batch(errors, batch)
-        all_finite, in_batch = state.window.add_step(t, weights, errors, update, in_batch)
-        with loss.around_update(state.unet, batch):
-            update.step(batch.step, all_finite)  # 5: take the gradient step
+        update.begin(batch.step)
+        errors, in_batch = run.learn(batch, t, weights)  # 4, 5: as `learn` says
+        update.finish()
+        state.window.note(t, errors)
         loss.observe(batch.step, in_batch)
         fault_point("update")
         state.step += 1
@@ -55,3 +41,26 @@ def train(run: Run) -> None:
         run.milestones.after_step(state, ending)
         if ending == "finished":  # 6: until converged
             return
+
+
+def learn(run: Run, batch: Batch, t: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take the gradient step; return the errors of these images, and those of the global batch if they are observed.
+
+    The host decides nothing in here, so that it can also be captured as a CUDA graph.
+    """
+    loss, state, update = run.state.loss, run.state, run.state.update
+    errors, update.objective = [], torch.zeros((), device=run.processes.device)
+    for number, (part, t_of_part, weight) in enumerate(batch.in_passes(t, weights), start=1):
+        with run.gradient_exchange(enabled=number == batch.passes):
+            error = loss(run.network, part, t_of_part)  # 4: epsilon ~ N(0, I), and |epsilon - epsilon_theta(x_t, t)|^2
+            update.backward((weight * error).mean() / batch.passes)  # 5: its gradient
+        errors.append(error.detach())
+
+    update.clip()
+    errors = torch.cat(errors)
+    # Into the sums of the window, in one exchange with the other processes.
+    in_batch = loss.in_global_batch(errors, batch)
+    all_finite, in_batch = state.window.add_step(t, weights, errors, update, in_batch)
+    with loss.around_update(state.unet, batch):
+        update.step(batch.step, all_finite)  # 5: take the gradient step
+    return errors, in_batch

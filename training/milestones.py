@@ -15,6 +15,7 @@ from PIL import Image
 from common.errors import RunFailed, UserError, reason_of
 from common.files import written_aside
 from common.interruption import Interrupted, fault_point, stop_requested
+from common.machine import fits_in_memory, largest_batch
 from common.progress import progress_bar
 from image_data.grid import image_grid, side_by_side
 from run_folder.checkpoints import CheckpointWriter, networks_of, newest, step_of
@@ -77,8 +78,9 @@ class Milestones:
             save = ending or regular
             if save:
                 self._save(state, regular)
-            if not stopped and (step % self.image_steps == 0 or (finished and self._worth_a_grid(state))):
-                stopped = not self.draw_samples(state)
+            with fits_in_memory(self.processes.device, self._grid_that_fits):
+                if not stopped and (step % self.image_steps == 0 or (finished and self._worth_a_grid(state))):
+                    stopped = not self.draw_samples(state)
             if not stopped and (finished or (self.model_steps and step % self.model_steps == 0)):
                 self.save_pipeline(state)
             if not stopped and self._evaluation_is_due(step, finished):
@@ -104,8 +106,9 @@ class Milestones:
                 self.run.tracking.log_timesteps(state)
             exists = self.folder.grid_file(state.step).exists()
             missing = self.processes.all_reduce_any(self.processes.is_main and not exists)
-            if missing and (due or (over and self._worth_a_grid(state))):
-                self.draw_samples(state)
+            with fits_in_memory(self.processes.device, self._grid_that_fits):
+                if missing and (due or (over and self._worth_a_grid(state))):
+                    self.draw_samples(state)
             if over:
                 self.save_pipeline(state)
                 self.processes.barrier()
@@ -149,6 +152,22 @@ class Milestones:
                 f"--eval_batch_size make it cheaper"
             )
         return not too_long
+
+    def _grid_that_fits(self) -> str:
+        """Say, after a grid that did not fit in memory, how many images would."""
+        seeds, inputs = self._my_samples()
+
+        def predict(count: int) -> None:
+            samples = torch.zeros(count, *self.shape, device=self.processes.device)
+            with torch.no_grad(), self.processes.accelerator.autocast():
+                self.run.state.unet(samples, 0, **{name: value[:count] for name, value in inputs.items()})
+
+        fitting = self.processes.count * largest_batch(predict, self.processes.device, failed=len(seeds))
+        would = f"by an estimate {fitting} would" if fitting else "nor would a single one"
+        return (
+            f"--eval_batch_size {self.config.eval_batch_size}: such a sample grid does not fit in the memory of "
+            f"{self.processes.device}; {would}"
+        )
 
     def _my_samples(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return this process's share of the seeds 0, 1, ..., and what the network takes for the rows they are in."""

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from common.errors import reason_of
+from common.errors import UserError, reason_of
 from common.files import write_atomically
 from common.interruption import stop_requested, stops_deferred
-from common.machine import can_be_compiled, fits_in_memory, garbage_kept
+from common.machine import CapturedWork, can_be_compiled, fits_in_memory, garbage_kept, largest_batch, to_device
 from common.processes import Processes
-from common.randomness import generator_for
+from common.randomness import compile_words, generator_for
 from conditions.condition import Condition
-from image_data.batches import TrainingBatches
+from image_data.batches import Batch, TrainingBatches
 from image_data.store import TrainingImages
 from reporting.run_page import write_report
 from run_folder.checkpoints import CheckpointWriter, load_checkpoint
@@ -39,7 +40,7 @@ from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from schedulers.loss import DiffusionLoss, build_loss
 from schedulers.timestep_samplers import LogSNRBins
 from training.audit import announce, audit, log_end
-from training.loop import train
+from training.loop import learn, train
 from training.milestones import Milestones
 from training.network import build_training_unet, check_network
 from training.tracking import Tracking, Window
@@ -98,7 +99,7 @@ class TrainingState:
 
 @dataclass
 class Run:
-    """What is put together before the first step; `opened` adds the last four."""
+    """What is put together before the first step; `opened` adds the last five."""
 
     config: TrainingConfig  # nothing in it is open any more
     processes: Processes
@@ -111,6 +112,7 @@ class Run:
     network: torch.nn.Module | None = None  # `state.unet` as accelerate wrapped it
     tracking: Tracking | None = None
     milestones: Milestones | None = None
+    learn: Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def is_over(self) -> bool:
         """Tell whether the steps are done, or the time is up on any process."""
@@ -141,6 +143,31 @@ class Run:
         if on_cpu or ending or step % self.config.logging_steps == 0 or self.milestones.due(step):
             self.state.update.check(step, self.state.window, lambda: self.milestones.last_checkpoint)
 
+    def batch_that_fits(self) -> str:
+        """Say, after a step that did not fit in memory, which batch would, and how the global one stays as it is."""
+        failed, share, update = self.sizes.per_device, self.sizes.total // self.processes.count, self.state.update
+        update.optimizer.zero_grad()
+        moments = 0 if update.optimizer.state else 2 * sum(weights.nbytes for weights in self.state.unet.parameters())
+        fitting = largest_batch(self.pass_of_zeros, self.processes.device, failed, to_come=moments)
+        what = f"--train_batch_size {failed}: a step with this many images does not fit in the memory of "
+        what += f"{self.processes.device}"
+        if not fitting:
+            return f"{what}, nor with a single one: choose a smaller network or --resolution, or a larger device"
+        divisor = max(size for size in range(1, fitting + 1) if share % size == 0)
+        return (
+            f"{what}; by an estimate {fitting} would: use --train_batch_size {divisor} --gradient_accumulation_steps "
+            f"{share // divisor}, which keeps the batch of {self.sizes.total}"
+        )
+
+    def pass_of_zeros(self, count: int) -> None:
+        """Make a forward and a backward pass over black images, for the memory that it takes."""
+        zeros, unet = torch.zeros(count, dtype=torch.int64), self.state.unet
+        shape = (unet.config.in_channels, self.config.resolution, self.config.resolution)
+        batch = Batch(0, torch.zeros(count, *shape, dtype=torch.uint8), zeros, zeros, zeros)
+        with self.processes.accelerator.autocast():
+            error = self.state.loss(unet, batch, to_device(zeros, self.processes.device))
+        torch.autograd.grad(error.mean(), [*unet.parameters()])
+
 
 def check_before_work(config: TrainingConfig, processes: Processes) -> None:
     """Raise, before any image is decoded, for what can be known to end badly."""
@@ -149,7 +176,24 @@ def check_before_work(config: TrainingConfig, processes: Processes) -> None:
     check_network(config)
     if processes.is_main:
         check_push(config)
-    build_loss(vars(config), build_process(config))
+    loss = build_loss(vars(config), build_process(config))
+    if config.cuda_graph:
+        check_cuda_graph(config, loss, processes)
+
+
+def check_cuda_graph(config: TrainingConfig, loss: DiffusionLoss, processes: Processes) -> None:
+    """Raise where a step cannot be one CUDA graph."""
+    reasons = {
+        f"needs an NVIDIA GPU, and this run is on {processes.device}": processes.device.type != "cuda",
+        f"is for one process, and there are {processes.count}": processes.count > 1,
+        "the scaling of fp16 asks the host at every step": processes.precision == "fp16",
+        "--gradient_checkpointing asks the host for the state of dropout": config.gradient_checkpointing,
+        "captions come from the host, and differ in length": getattr(config, "condition", None) == "text",
+        f"{config.timestep_sampler} looks at the network within a step": loss.sampler.overrides("before_update"),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UserError(f"--cuda_graph: {reason}; leave it out")
 
 
 def build_process(config: TrainingConfig) -> ExactDDPMScheduler:
@@ -165,18 +209,22 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
     config = with_resolved(config, sizes, total_steps, data.channels, processes.precision)
 
     initialisation = generator_for(config.seed, "initialisation")
-    unet = build_training_unet(config, data.channels, initialisation, condition.network).to(processes.device)
-    check_disk(config, unet.num_parameters())
-    loss = build_loss(vars(config), build_process(config))
-    loss.start(config.seed, sizes.total, data.channels, condition.inputs, processes)
-    state = TrainingState(
-        unet=unet,
-        update=Update(config, unet, total_steps, processes),
-        loss=loss,
-        window=Window(processes, LogSNRBins(loss.process.alphas_cumprod), config.logging_steps),
-        settings=settings_of(config) | {"images": len(data.images)} | condition.settings,
-        condition=condition.description,
+    too_large = (
+        f"the network and its moving average do not fit in the memory of {processes.device}: choose a smaller one"
     )
+    with fits_in_memory(processes.device, lambda: too_large):
+        unet = build_training_unet(config, data.channels, initialisation, condition.network).to(processes.device)
+        check_disk(config, unet.num_parameters())
+        loss = build_loss(vars(config), build_process(config))
+        loss.start(config.seed, sizes.total, data.channels, condition.inputs, processes)
+        state = TrainingState(
+            unet=unet,
+            update=Update(config, unet, total_steps, processes),
+            loss=loss,
+            window=Window(processes, LogSNRBins(loss.process.alphas_cumprod), config.logging_steps),
+            settings=settings_of(config) | {"images": len(data.images)} | condition.settings,
+            condition=condition.description,
+        )
     return Run(config, processes, condition, sizes, batches, state, total_steps)
 
 
@@ -215,6 +263,24 @@ def was_completed(run: Run) -> bool:
     return step is not None
 
 
+def graph_of(run: Run) -> Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Return `learn` as a CUDA graph, which takes all that differs between steps as tensors on the device."""
+    device, static = run.processes.device, ("images", "positions", "condition")
+
+    def work(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        *parts, step, t, weights = inputs
+        batch = Batch(step, indices=parts[1], passes=run.sizes.accumulation, **dict(zip(static, parts, strict=True)))
+        return learn(run, batch, t, weights)
+
+    captured = CapturedWork(work)
+
+    def replay(batch: Batch, t: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = [to_device(getattr(batch, name), device) for name in static]
+        return captured(*parts, torch.full((), batch.step, device=device), t, weights)
+
+    return replay
+
+
 @contextmanager
 def opened(run: Run) -> Iterator[None]:
     """Make the run's folder, or go on with the run that is in it, and have in here all that training needs."""
@@ -230,17 +296,15 @@ def opened(run: Run) -> Iterator[None]:
         folder.write_condition(run.condition)
     run.over_at_start = run.is_over()
     # Before the exchange of gradients is wrapped around it. Grids are drawn with `state.unet`, which stays as it is.
+    if config.compile:
+        compile_words(processes.device)
     run.network = processes.accelerator.prepare(torch.compile(state.unet) if config.compile else state.unet)
-    advice = (
-        f"--train_batch_size {run.sizes.per_device}: a step with this many images, or a grid with --eval_batch_size "
-        f"{config.eval_batch_size}, does not fit in the memory of {processes.device}; lower them, with "
-        f"--total_batch_size {run.sizes.total} to keep the batch by accumulation"
-    )
+    run.learn = graph_of(run) if config.cuda_graph else partial(learn, run)
     not_here = "--compile: this machine cannot compile the network; train without it"
     with (
         closing(Tracking(run)) as run.tracking,
         processes.reporting_dead_peers(),
-        fits_in_memory(advice),
+        fits_in_memory(processes.device, run.batch_that_fits),
         can_be_compiled(not_here),
         garbage_kept(),
     ):

@@ -59,12 +59,13 @@ class Window:
         in_quarter = torch.arange(steps) * QUARTERS // steps == torch.arange(QUARTERS)[:, None]
         in_bin = bins.of_timestep == torch.arange(len(bins))[:, None]
         self._groups = torch.cat([in_quarter, in_bin]).to(processes.device)
+        # Of the losses and the images of each group; of weights, their squares, objective and gradient norm.
+        self.sums = torch.zeros(2 * len(self._groups) + 4, dtype=self._dtype, device=processes.device)
         self.clear()
 
     def clear(self) -> None:
         """Begin a new window."""
-        # Of the losses and the images of each group; of weights, their squares, objective and gradient norm.
-        self.sums = torch.zeros(2 * len(self._groups) + 4, dtype=self._dtype, device=self.processes.device)
+        self.sums.zero_()
         self.steps = 0
         # For the report of a failure: timesteps and losses of this process, of the latest steps.
         self.latest: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -83,9 +84,12 @@ class Window:
         sums, failures, observed = shared.split([len(self.sums) - 1, 1, len(observed)])
         # The gradients were averaged before the norm, which is therefore the same everywhere.
         self.sums += torch.cat([sums, update.gradient_norm.detach().to(self._dtype)[None]])
-        self.steps += 1
-        self.latest = [*self.latest[1 - self.length :], (t, errors)]
         return failures[0] == 0, observed
+
+    def note(self, t: torch.Tensor, errors: torch.Tensor) -> None:
+        """Count a step, and keep what a report of its failure would show."""
+        self.steps += 1
+        self.latest = [*self.latest[1 - self.length :], (t, errors.clone())]
 
     def fetch(self) -> Sums:
         """Wait for the device and return the sums: of losses and of images by group, and the other four."""
@@ -214,7 +218,7 @@ class Tracking:
             **({"weight_ess": weight**2 / (sum(counts) * weight_squared)} if weight_squared else {}),
             # Under fp16 an overflow now and then is normal; JSON has no infinity.
             **({"grad_norm": gradient_norm / window.steps} if math.isfinite(gradient_norm) else {}),
-            "lr": state.update.optimizer.param_groups[0]["lr"],
+            "lr": state.update.learning_rate(state.step - 1),
             **({} if state.update.ema is None else {"ema_decay": state.update.ema.get_current_decay()}),
             "images_per_second": steps * self.batch_size / seconds,
             "images_per_second_per_device": steps * self.batch_size / seconds / self.processes.count,

@@ -13,6 +13,7 @@ from ema_pytorch import EMA
 
 from common.errors import RunFailed, UserError
 from common.processes import Processes
+from common.randomness import derive_seed
 from run_folder.checkpoints import POWER_LENGTHS, power_exponent
 from run_folder.config import TrainingConfig
 from training.tracking import Window
@@ -27,7 +28,7 @@ class Update:
     """What a step does to the weights once it has their gradient, and what it needs to remember for that."""
 
     def __init__(self, config: TrainingConfig, unet: torch.nn.Module, total_steps: int, processes: Processes):
-        self.unet, self.processes, self.max_grad_norm = unet, processes, config.max_grad_norm
+        self.unet, self.processes, self.max_grad_norm, self.seed = unet, processes, config.max_grad_norm, config.seed
         self.optimizer, self.averages = build_optimizer(config, unet), build_averages(config, unet)
         self.scaler: torch.amp.GradScaler | None = processes.accelerator.scaler
         self.learning_rate = learning_rate_schedule(config, total_steps)
@@ -42,9 +43,14 @@ class Update:
         """Return the moving average that is sampled from, saved and published, if there is one."""
         return next(iter(self.averages), None)
 
-    def begin(self) -> None:
-        """Begin to sum the objective of a step."""
-        self.objective = torch.zeros((), device=self.processes.device)
+    def begin(self, step: int) -> None:
+        """Give the optimiser the learning rate of a step, and dropout, alone in using torch's generators, its seed."""
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(self.learning_rate(step))
+            else:
+                group["lr"] = self.learning_rate(step)
+        torch.manual_seed(derive_seed(self.seed, "dropout", step, self.processes.index))
         if self.replicas:
             torch._foreach_zero_(self._clipped)
 
@@ -95,15 +101,13 @@ class Update:
         finite = self.objective.isfinite()
         return finite if self.scaler is not None else finite & self.gradient_norm.isfinite()
 
-    def step(self, step: int, all_finite: torch.Tensor) -> None:
-        """Update the weights, unless this step or one before it failed on any process, then the moving average.
+    def step(self, step: int | torch.Tensor, all_finite: torch.Tensor) -> None:
+        """Update the weights, unless this step or one before it failed on any process.
 
         The fused optimiser looks at `found_inf` on the device, so that leaving the update out needs no answer from it.
         Under fp16 the scaler decides.
         """
-        self.failed_at = torch.where(all_finite, self.failed_at, self.failed_at.clamp(max=step))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
+        self.failed_at.copy_(torch.where(all_finite, self.failed_at, self.failed_at.clamp(max=step)))
         if self.scaler is None:
             failed = self.failed_at != NEVER_FAILED
             self.optimizer.found_inf = failed.float()
@@ -114,6 +118,9 @@ class Update:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad()
+
+    def finish(self) -> None:
+        """Update the moving averages: an operation each, whose decay the host knows."""
         for average in self.averages:
             average.update()
 
@@ -197,10 +204,15 @@ def tensors_of(network: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def build_optimizer(config: TrainingConfig, unet: torch.nn.Module) -> torch.optim.Optimizer:
-    """Build Adam: AdamW with decay 0 is the same update, and `fused` can skip one on the device (see `Update.step`)."""
+    """Build Adam: AdamW with decay 0 is the same update, and `fused` can skip one on the device (see `Update.step`).
+
+    A CUDA graph reads the learning rate on the device, in float32.
+    """
+    device = next(unet.parameters()).device
     return torch.optim.AdamW(
         unet.parameters(),
-        lr=config.learning_rate,
+        lr=torch.tensor(config.learning_rate, device=device) if config.cuda_graph else config.learning_rate,
+        capturable=config.cuda_graph,
         betas=(config.adam_beta1, config.adam_beta2),
         weight_decay=config.adam_weight_decay,
         eps=config.adam_epsilon,
