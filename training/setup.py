@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Literal
@@ -129,9 +129,16 @@ class Run:
         time_is_up, stop = self.processes.any_a_step_ago(self._time_is_up, stop_requested() is not None)
         return "finished" if time_is_up else "stopped" if stop else None
 
-    def gradient_exchange(self, enabled: bool) -> AbstractContextManager:
-        """Exchange gradients with the other processes at the end of the pass in here, if enabled."""
-        return nullcontext() if enabled else self.processes.accelerator.no_sync(self.network)
+    @contextmanager
+    def gradient_exchange(self, enabled: bool) -> Iterator[None]:
+        """Exchange gradients with the other processes during the pass in here, if enabled, and time what is left over.
+
+        Most of the exchange happens beside the backward pass; what is waited for begins with the last gradient.
+        """
+        with nullcontext() if enabled else self.processes.accelerator.no_sync(self.network):
+            yield
+        if enabled and self.processes.count > 1:
+            self.state.window.exchange.stop()
 
     def check_health(self, ending: Ending) -> None:
         """Raise if loss or gradient are no longer numbers; a GPU is asked only where its results are fetched anyway."""
@@ -229,6 +236,10 @@ def opened(run: Run) -> Iterator[None]:
     run.over_at_start = run.is_over()
     # Before the exchange of gradients is wrapped around it. Grids are drawn with `state.unet`, which stays as it is.
     run.network = processes.accelerator.prepare(torch.compile(state.unet) if config.compile else state.unet)
+    if processes.count > 1:
+        for module in (state.unet.conv_in, state.unet.time_embedding):  # whose gradients come last
+            for parameter in module.parameters():
+                parameter.register_post_accumulate_grad_hook(state.window.exchange.start)
     advice = (
         f"--train_batch_size {run.sizes.per_device}: a step with this many images, or a grid with --eval_batch_size "
         f"{config.eval_batch_size}, does not fit in the memory of {processes.device}; lower them, with "
