@@ -328,7 +328,7 @@ def write_result(name: str, result: Result, output_dir: Path) -> Path:
     content = {
         "benchmark": name,
         "measured": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": f"python -m benchmarks.{name}",
         "machine": machine(),
         "versions": versions(),
         "rows": rows,
