@@ -17,7 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.measuring import (
-    EXAMPLE,
     RESULTS,
     ROOT,
     Result,
@@ -25,10 +24,9 @@ from benchmarks.measuring import (
     add_data,
     add_example,
     last_line,
-    seconds,
     write_result,
 )
-from common.errors import RunFailed, UserError, run_script
+from common.errors import RunFailed, run_script
 
 # In order, with what each takes: "data" for images, "example" for the peer that no package brings.
 BENCHMARKS: dict[str, tuple[str, ...]] = {
@@ -75,19 +73,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
     parser.add_argument("--quick", action="store_true", help="the smallest sizes; results are thrown away")
     options = parser.parse_args()
-    if options.example and not Path(options.example).is_file():
-        raise UserError(f"{EXAMPLE} {options.example}: there is no such file")
     failed = []
     with TemporaryDirectory() as temporary:
         output_dir = Path(temporary) if options.quick else RESULTS
         for name in options.only or BENCHMARKS:
             print(f"== {name}, {time.strftime('%H:%M:%S')}", flush=True)
-            reasons: list[str] = []
-            took = seconds(lambda name=name, reasons=reasons: reasons.append(run(name, options, output_dir)))
-            if reasons[0]:
+            start = time.perf_counter()
+            if reason := run(name, options, output_dir):
                 failed.append(name)
-                write_result(name, Result([Row(name, skipped=f"it failed: {reasons[0]}")]), output_dir)
-            print(f"   {took:.0f} s\n", flush=True)
+                write_result(name, Result([Row(name, skipped=f"it failed: {reason}")]), output_dir)
+            print(f"   {time.perf_counter() - start:.0f} s\n", flush=True)
         if not options.quick:  # figures of the smallest sizes belong on no page
             subprocess.run([sys.executable, "-m", "benchmarks.speed_tables"], cwd=ROOT, check=True)
     if failed:

@@ -1,6 +1,6 @@
 """The least that a training step can be: forward, backward, clip and Adam on tensors in memory, without end.
 
-    python -m benchmarks.stepping benchmarks/bare_loop.py NETWORK BATCH_SIZE
+python -m benchmarks.stepping benchmarks/bare_loop.py NETWORK BATCH_SIZE
 """
 
 import os

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """The time of a FID from two folders of PNG files, beside clean-fid and torch-fidelity.
 
-    python -m benchmarks.evaluation_speed                       # 500 images of each, once
+    python -m benchmarks.evaluation_speed                       # 400 images of each, once
     python -m benchmarks.evaluation_speed --num_images 5000     # an hour on two cores
 
 Test images of CIFAR-10 against its training images. Everybody starts a process of his own and does all the work,
@@ -57,7 +57,7 @@ def as_peer(peer: str, test: Path, train: Path, weights: Path) -> dict[str, floa
 def main() -> None:
     arguments = parser(__doc__)
     add_data(arguments)
-    arguments.add_argument("--num_images", type=int, default=500, help="of each folder (default: %(default)s)")
+    arguments.add_argument("--num_images", type=int, default=400, help="of each folder (default: %(default)s)")
     arguments.add_argument("--rounds", type=int, default=1, help="how often everybody measures (default: %(default)s)")
     arguments.add_argument("--peer", nargs=4, help="used by the benchmark itself")
     options = arguments.parse_args()

@@ -294,9 +294,13 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit that the files are of, as far as git knows it."""
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    """Return the commit that is measured, as far as git knows it, and whether code has been changed since."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (", changed" if changed else "")
 
 
 def _lines_of(path: str) -> list[str]:
@@ -313,13 +317,24 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def add_data(made: argparse.ArgumentParser) -> None:
     """Add the option that names CIFAR-10."""
-    made.add_argument("--data", default="uoft-cs/cifar10", help="CIFAR-10: a Hub id or a folder (default: %(default)s)")
+
+    def wherever_from(name: str) -> str:
+        return str(Path(name).resolve()) if Path(name).exists() else name
+
+    help_text = "CIFAR-10: a Hub id or a folder (default: %(default)s)"
+    made.add_argument("--data", type=wherever_from, default="uoft-cs/cifar10", help=help_text)
 
 
 def add_example(made: argparse.ArgumentParser) -> None:
     """Add the option that names the peer that no package brings."""
+
+    def existing(name: str) -> Path:
+        if not Path(name).is_file():
+            raise argparse.ArgumentTypeError(f"{name}: there is no such file")
+        return Path(name).resolve()
+
     help_text = f"train_unconditional.py of the diffusers examples (default: the environment's {EXAMPLE})"
-    made.add_argument("--example", type=Path, default=os.environ.get(EXAMPLE), help=help_text)
+    made.add_argument("--example", type=existing, default=os.environ.get(EXAMPLE) or None, help=help_text)
 
 
 def write_result(name: str, result: Result, output_dir: Path) -> Path:

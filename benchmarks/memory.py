@@ -82,7 +82,9 @@ def main() -> None:
     columns = (f"{1000 * an_image[way]:.0f} MB an image" for way in (CHECKPOINTED, HERE))
     here, without = columns
     share = Spread.of([an_image[CHECKPOINTED] / an_image[HERE]])
-    rows.append(Row(f"activations with `{CHECKPOINTED}`", here, f"without: {without}", share, "of them", 1 / 3, "at most"))
+    rows.append(
+        Row(f"activations with `{CHECKPOINTED}`", here, f"without: {without}", share, "of them", 1 / 3, "at most")
+    )
     write_result("memory", Result(rows, {"peak_gb": found}), options.output_dir)
 
 

@@ -25,6 +25,7 @@ from benchmarks.measuring import (
     write_images,
     write_result,
 )
+from benchmarks.training_step import CASES, Case, flags_of_training
 from common.errors import UserError, run_script
 
 # The first kind with a part of the operation's name has it.
@@ -42,6 +43,7 @@ KINDS = {
 }
 OTHER, NOTHING = "everything else", "no operation: Python"
 STEPS, QUICK_STEPS = 5, 1
+QUICK = Case("3,000 parameters at 8x8, batch 4", 8, 4, (), (4, 8))
 
 
 def kind_of(name: str) -> str:
@@ -95,14 +97,19 @@ def summarise(trace: Path) -> dict[str, object]:
     return {"steps": count, "ms_per_step": step, "ms_by_kind": ordered}
 
 
-def train(name: str, network: Path, data: Path, folder: Path, resolution: int, batch_size: int, steps: int) -> Path:
-    """Train long enough to profile some steps, and return the trace."""
-    output = folder / name.replace(" ", "-").replace(",", "")
+def train(case: Case, folder: Path, data: Path, steps: int) -> Path:
+    """Train a network long enough to profile some steps, and return the trace."""
+    network = folder / f"network-{case.resolution}.json"
+    if case.channels is None:
+        describe_paper_network(network)
+    else:
+        describe_network(network, case.resolution, case.channels)
+    output = folder / f"run-{case.resolution}"
     run_quietly(
-        *("train_unconditional.py", f"--dataset_name={data}", f"--resolution={resolution}", f"--profile={steps}"),
-        *(f"--model_config_name_or_path={network}", f"--train_batch_size={batch_size}", f"--cache_dir={folder}"),
-        *(f"--total_batch_size={batch_size}", f"--max_train_steps={steps + 12}", "--logging_steps=1000"),
-        *("--eval_batch_size=1", "--ddpm_num_inference_steps=1", "--logger=none", f"--output_dir={output}"),
+        "train_unconditional.py",
+        *flags_of_training(case, network, data, output),
+        *(f"--profile={steps}", f"--max_train_steps={steps + 12}", "--logging_steps=1000", f"--cache_dir={folder}"),
+        *("--eval_batch_size=1", "--ddpm_num_inference_steps=1", "--logger=none"),
     )
     return output / "profile.json"
 
@@ -118,14 +125,8 @@ def main() -> None:
         traces = {run.name: run / "profile.json" for run in options.runs}
         if not traces:
             data = write_images(options.data, 512, folder / "images")
-            small = describe_network(folder / "small.json", 16, (4, 8, 8) if options.quick else (32, 64, 64))
-            steps = QUICK_STEPS if options.quick else STEPS
-            name = "1.1M parameters at 16x16, batch 64"
-            traces[name] = train(name, small, data, folder, 16, 64, steps)
-            if not options.quick:
-                paper = describe_paper_network(folder / "paper.json")
-                name = "the paper's network, batch 16"
-                traces[name] = train(name, paper, data, folder, 32, 16, 3)
+            cases = [QUICK] if options.quick else [CASES[0], CASES[2]]
+            traces = {case.name: train(case, folder, data, QUICK_STEPS if options.quick else STEPS) for case in cases}
         for name, trace in traces.items():
             if not trace.exists():
                 raise UserError(f"{trace}: there is no such file; train with --profile N")

@@ -157,19 +157,22 @@ def main() -> None:
     rounds = 1 if options.quick else ROUNDS
     with TemporaryDirectory(prefix="benchmark-") as temporary, ExitStack() as stack:
         folder = Path(temporary)
-        run = train(write_images(options.data, 256 if options.quick else 10_000, folder / "images"), folder, options.quick)
+        run = train(
+            write_images(options.data, 256 if options.quick else 10_000, folder / "images"), folder, options.quick
+        )
+        ways = [way for way in (*WAYS, "diffusers") if not (options.quick and "--compile" in way)]
+        starting = [
+            Worker(way, "benchmarks.sampling", ["--worker", way, run], folder / f"{number}.log")
+            for number, way in enumerate(ways)
+        ]
         workers, failures = {}, {}
-        for number, way in enumerate((*WAYS, "diffusers")):
-            if options.quick and "--compile" in way:
-                continue
-            worker = stack.enter_context(
-                closing(Worker(way, "benchmarks.sampling", ["--worker", way, run], folder / f"{number}.log"))
-            )
+        for worker in starting:
+            stack.enter_context(closing(worker))
             try:
                 worker.answer()
-                workers[way] = worker
+                workers[worker.name] = worker
             except RunFailed as error:
-                failures[way] = str(error)
+                failures[worker.name] = str(error)
         if "diffusers" not in workers:
             raise RunFailed(failures["diffusers"])
         for method, pipeline in PIPELINES.items():

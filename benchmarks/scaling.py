@@ -43,7 +43,7 @@ from common.errors import RunFailed, run_script  # noqa: E402
 from common.machine import usable_cores  # noqa: E402
 
 NAME = "scaling"
-STEPS, LOGGING_STEPS, ROUNDS, QUICK_STEPS = 60, 10, 3, 10
+STEPS, LOGGING_STEPS, ROUNDS, QUICK_STEPS = 50, 10, 3, 10
 TO_REACH = 1.9  # x the images of one process, by two
 EXCHANGES = 10
 
@@ -146,9 +146,10 @@ def modelled(measured: list[dict]) -> list[dict]:
             row = model(step(PAPER_BATCH // count), PAPER_BATCH // count, count, size, H100_NODES)
             row["efficiency"] = row["images_per_second"] / count / alone["images_per_second"]
             rows.append(row)
-        tables.append({"what": "the paper's batch of 128 divided", "step": f"H100 in bf16, estimated, {of_host}", "rows": rows})
+        gpu = f"H100 in bf16, estimated, {of_host}"
+        tables.append({"what": f"the paper's batch of {PAPER_BATCH} divided", "step": gpu, "rows": rows})
         rows = [model(step(IMAGES_A_GPU), IMAGES_A_GPU, count, size, H100_NODES) for count in (1, *COUNTS)]
-        tables.append({"what": f"{IMAGES_A_GPU} images a GPU", "step": f"H100 in bf16, estimated, {of_host}", "rows": rows})
+        tables.append({"what": f"{IMAGES_A_GPU} images a GPU", "step": gpu, "rows": rows})
     for one in measured:
         # On GPUs this is the table that counts: its step is measured.
         if one["processes"] == 1 and one["parameters"] * FLOAT32 == size:
@@ -192,7 +193,8 @@ def measure(options: argparse.Namespace, count: int, folder: Path) -> dict | Non
     sys.argv = ["train_unconditional.py", *flags_of_training(options, count, folder)]
     train_unconditional.main()
     on_gpu = torch.cuda.is_available()
-    unet = json.loads((folder / "run" / "unet" / "config.json").read_text()) if os.environ.get("RANK", "0") == "0" else {}
+    is_main = os.environ.get("RANK", "0") == "0"
+    unet = json.loads((folder / "run" / "unet" / "config.json").read_text()) if is_main else {}
     parameters = parameters_of(unet) if unet else 0
     exchange = []
     if count > 1:
@@ -327,7 +329,9 @@ def parse() -> argparse.Namespace:
     from benchmarks.measuring import parser
 
     made = parser(__doc__)
-    made.add_argument("--network", choices=("small", "paper"), help="default: the paper's on GPUs, else 1.1M parameters")
+    made.add_argument(
+        "--network", choices=("small", "paper"), help="default: on GPUs the paper's, else 1.1M parameters"
+    )
     made.add_argument("--batch_size", type=int, help="images for each process (default: 16 on GPUs, else 64)")
     made.add_argument("--steps", type=int, default=STEPS, help="of each measurement (default: %(default)s)")
     made.add_argument("--rounds", type=int, default=ROUNDS, help="of one and two processes (default: %(default)s)")

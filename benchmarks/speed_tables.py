@@ -13,11 +13,12 @@ import argparse
 import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
 from benchmarks.measuring import RESULTS, ROOT, Row, Spread, read_rows
-from common.errors import UserError, run_script
+from common.errors import run_script
 from common.files import write_atomically
 from common.plots import drawing, legend_beside
 
@@ -30,11 +31,11 @@ SMALLEST_SHARE = 0.01  # of a step, for a kind of operations to be named
 
 
 def read(results: Path, name: str) -> dict:
-    """Read a result; raise if it is not there."""
+    """Read a result; of one that is not there, the reason."""
     path = results / f"{name}.json"
-    if not path.exists():
-        raise UserError(f"{path}: is not there; `python -m benchmarks.{name}` writes it")
-    return json.loads(path.read_text())
+    if path.exists() and "rows" in (content := json.loads(path.read_text())):
+        return content
+    return {"rows": [asdict(Row(name, skipped=f"`python -m benchmarks.{name}` has not been run"))], "details": {}}
 
 
 def number(value: float) -> str:
@@ -148,8 +149,10 @@ def scaling_model(results: Path) -> str:
     """Return the tables of the model."""
     parts = []
     for one in read(results, "scaling")["details"]["model"]:
-        heading = "| GPUs | images a GPU | ms a step | of the exchange, hidden or not | waiting | images/s | efficiency |\n"
-        heading += "|---|---|---|---|---|---|---|\n"
+        heading = (
+            "| GPUs | images a GPU | ms a step | of the exchange, hidden or not | waiting | images/s | efficiency |"
+        )
+        heading += "\n|---|---|---|---|---|---|---|\n"
         lines = [
             f"| {row['gpus']} | {row['images_a_gpu']} | {number(row['step_ms'])} | {number(row['exchange_ms'])} | "
             f"{row['communication_share']:.1%} | {number(row['images_per_second'])} | {row['efficiency']:.0%} |\n"
@@ -235,7 +238,7 @@ def main() -> None:
             write_atomically(path, filled(before, options.results))
             print(f"{path} has its tables")
     for name, draw in {"profile_steps": draw_profile, "scaling": draw_scaling}.items():
-        if (options.results / f"{name}.json").exists() and read(options.results, name)["details"]:
+        if read(options.results, name)["details"]:
             draw(options.results, options.pages / "docs" / PICTURES[name])
             print(f"{options.pages / 'docs' / PICTURES[name]} is drawn")
 

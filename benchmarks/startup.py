@@ -69,7 +69,9 @@ def main() -> None:
     arguments = parser(__doc__)
     add_data(arguments)
     add_example(arguments)
-    arguments.add_argument("--rounds", type=int, default=ROUNDS, help="of cold and cached starts (default: %(default)s)")
+    arguments.add_argument(
+        "--rounds", type=int, default=ROUNDS, help="of cold and cached starts (default: %(default)s)"
+    )
     options = arguments.parse_args()
     rounds = 1 if options.quick else options.rounds
     scripts = ("train_unconditional.py", "generate.py", "evaluate.py")

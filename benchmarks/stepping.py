@@ -3,7 +3,8 @@
     python -m benchmarks.stepping SCRIPT [ARGUMENTS ...]
 
 The script is not changed. Hooks of torch count the steps of whatever optimiser it has and hold it there until the next
-order; an order is a number of steps, the answer the seconds that they took. The first answer comes after the first step.
+order; an order is a number of steps, the answer the seconds that they took. The first answer comes after the first
+step.
 """
 
 import os
@@ -15,15 +16,14 @@ from pathlib import Path
 
 from benchmarks.measuring import Orders
 
-orders = Orders()
 times: dict[str, float] = {}
 
 
 class Turns:
     """Takes the steps that were ordered, and waits for the next order in between."""
 
-    def __init__(self) -> None:
-        self.left = 0
+    def __init__(self, orders: Orders) -> None:
+        self.orders, self.left = orders, 0
 
     def __call__(self, *_: object) -> None:
         """Count a step; torch calls this after every step of an optimiser."""
@@ -31,10 +31,10 @@ class Turns:
         if self.left > 0:
             return
         if self.left < 0:  # the first of all
-            orders.answer(**times, first_step=time.perf_counter())
+            self.orders.answer(**times, first_step=time.perf_counter())
         else:
-            orders.answer(seconds=time.perf_counter() - self.start)
-        self.left = int(orders.next())
+            self.orders.answer(seconds=time.perf_counter() - self.start)
+        self.left = int(self.orders.next())
         self.start = time.perf_counter()
 
 
@@ -55,14 +55,14 @@ def note_first_batch(module: object, _: object) -> None:
 
 
 def main() -> None:
-    script, *arguments = sys.argv[1:]
+    orders, (script, *arguments) = Orders(), sys.argv[1:]
     import datasets
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     datasets.load_dataset = noting("data_asked_for", datasets.load_dataset)
     register_module_forward_pre_hook(note_first_batch)
-    register_optimizer_step_post_hook(Turns())
+    register_optimizer_step_post_hook(Turns(orders))
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -124,7 +124,9 @@ def main() -> None:
         def once(way: str, size: int) -> float:
             """Start a process for it, so that its memory is of nothing else."""
             name = f"{way}-{len(answers[way])}-{size}".replace(" ", "-")
-            with closing(Worker(way, "benchmarks.streaming", ["--worker", way, workers], folder / f"{name}.log")) as one:
+            with closing(
+                Worker(way, "benchmarks.streaming", ["--worker", way, workers], folder / f"{name}.log")
+            ) as one:
                 one.answer()
                 answer = one.order(f"{folder / str(size)}\t{folder / name}")
             answers[way].append({**answer, "photos": size})

@@ -65,7 +65,9 @@ def test_scipy_s_distance_is_that_of_commuting_gaussians():
 
 def bare(bandwidth: float, **settings: float) -> scaling.Interconnect:
     given = {"gpus_a_node": 8, "within_node": bandwidth, "between_nodes": bandwidth}
-    return scaling.Interconnect("", **{**given, "hop_within": 0.0, "hop_between": 0.0, "base": 0.0, **settings}, source="")
+    return scaling.Interconnect(
+        "", **{**given, "hop_within": 0.0, "hop_between": 0.0, "base": 0.0, **settings}, source=""
+    )
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 16])
@@ -96,7 +98,9 @@ def test_of_many_gpus_each_sends_the_gradient_twice():
     assert bare(10.0, between_nodes=5.0).all_reduce_seconds(80.0, 16) == pytest.approx(30.0)  # two
 
 
-@pytest.mark.parametrize(("exchange", "buckets", "backward"), [(1.0, 4, 10.0), (10.0, 4, 1.0), (3.0, 1, 2.0), (4.0, 4, 4.0)])
+@pytest.mark.parametrize(
+    ("exchange", "buckets", "backward"), [(1.0, 4, 10.0), (10.0, 4, 1.0), (3.0, 1, 2.0), (4.0, 4, 4.0)]
+)
 def test_buckets_queue_behind_the_backward_pass(exchange, buckets, backward):
     """Event by event."""
     free = 0.0
@@ -187,7 +191,11 @@ def results(tmp_path):
         for count in (1, 2)
     ]  # fmt: skip
     scaling.write(measured, folder)
-    write_result("profile_steps", Result(details={"net": {"ms_per_step": 10.0, "ms_by_kind": {"SiLU": 9.0, NOTHING: 1.0}}}), folder)
+    write_result(
+        "profile_steps",
+        Result(details={"net": {"ms_per_step": 10.0, "ms_by_kind": {"SiLU": 9.0, NOTHING: 1.0}}}),
+        folder,
+    )
     return folder
 
 
@@ -220,6 +228,8 @@ def test_a_benchmark_that_failed_leaves_its_reason(results):
     write_result("scaling", Result([Row("scaling", skipped="it failed: no room")]), results)
     page = "<!-- benchmarks: scaling_model -->\n<!-- end -->"
     assert "| scaling | not measured: it failed: no room |" in speed_tables.filled(page, results)
+    (results / "scaling.json").unlink()
+    assert "`python -m benchmarks.scaling` has not been run" in speed_tables.filled(page, results)
     scaling.write([], results)  # and the next one begins anew
     assert json.loads((results / "scaling.json").read_text())["details"]["measured"] == []
 

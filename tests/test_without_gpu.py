@@ -317,7 +317,8 @@ def test_what_is_waited_for_begins_with_the_last_gradient(device, monkeypatch):
     monkeypatch.setattr("common.machine.time.perf_counter", lambda: clock.milliseconds / 1000)
     watch = Stopwatch(device)
     for _ in range(2):
-        for clock.milliseconds in (clock.milliseconds + 100, clock.milliseconds + 130):
+        for pause in (100, 30):
+            clock.milliseconds += pause
             watch.start(None)
         clock.milliseconds += 4
         watch.stop()
