@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ENVIRONMENT = .venv/bin/python
 
-.PHONY: demo check race test faults mistakes fuzz lint house format clean
+.PHONY: demo check race bench test faults mistakes fuzz lint house format clean
 
 demo: .venv/.installed ## train on the embedded digits, generate, evaluate
 	@$(ENVIRONMENT) train_unconditional.py --config configs/digits.yaml --output_dir runs/demo
@@ -19,6 +19,9 @@ race: .venv/.installed ## two ways to draw timesteps on the digits, by the clock
 	@$(ENVIRONMENT) -m benchmarks.race benchmarks/races/toy.yaml
 	@echo
 	@cat benchmarks/results/race/toy/race.md
+
+bench: .venv/.installed-dev ## this project beside its peers, half an hour; DATA=... is CIFAR-10, see docs/speed.md
+	@$(ENVIRONMENT) -m benchmarks $(if $(DATA),--data $(DATA))
 
 test: .venv/.installed-dev ## the whole test suite
 	@$(ENVIRONMENT) -m pytest -n auto --maxprocesses 4 --dist worksteal

@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--guidance_scales", type=float, nargs="+", default=[1.0, 2.0])
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--conditions", nargs="+", choices=ASKED, default=list(ASKED))
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "conditional_digits.json")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "conditional_digits.json")
     parser.add_argument("--folder", type=Path, help="keep models and samples here; what is there is not made again")
     parser.add_argument("training", nargs="*", help="more flags of train_conditional.py, after --")
     arguments = parser.parse_args()

@@ -6,7 +6,7 @@
 Everybody reads the same two folders of PNG files and does all of his own work: decoding, resizing, network, statistics
 and distance. The network's weights are the same, given to each in his own format; KID, precision and recall are
 compared with torch-fidelity's. evaluate.py is measured as it comes (compiled from 10,000 images on), not compiled, and
-in bf16. Results are added to those in benchmarks/evaluation_parity.json, with the machine they were found on.
+in bf16. Results are added to those in benchmarks/results/evaluation_parity.json, with the machine they were found on.
 """
 
 import argparse
@@ -30,11 +30,11 @@ import torch  # noqa: E402
 from common.files import default_cache_dir, sha256, write_atomically  # noqa: E402
 from common.machine import usable_cores  # noqa: E402
 from common.progress import progress_bar  # noqa: E402
-from evaluation.inception import InceptionV3, build, converted, find_source  # noqa: E402
+from evaluation.inception import build, converted, find_source  # noqa: E402
 from image_data.data_options import DataOptions  # noqa: E402
 from image_data.sources import load_images  # noqa: E402
 
-RESULT = ROOT / "benchmarks" / "evaluation_parity.json"
+RESULT = ROOT / "benchmarks" / "results" / "evaluation_parity.json"
 VARIANTS = {"default": [], "not compiled": ["--no_compile"], "bf16": ["--mixed_precision=bf16"]}
 # The peers, and the mode of evaluate.py that does as each does.
 MODES = {"torch-fidelity": "legacy_tensorflow", "clean-fid": "clean", "pytorch-fid": "legacy_pytorch"}
@@ -89,7 +89,9 @@ def by_torch_fidelity(test: Path, train: Path, state: Path) -> dict[str, float]:
     }
 
 
-def by_clean_fid(test: Path, train: Path, network: InceptionV3) -> dict[str, float]:
+def by_clean_fid(
+    test: Path, train: Path, network: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+) -> dict[str, float]:
     """Mode clean. Its own network cannot be fetched everywhere, so that this one takes its place."""
     from cleanfid.fid import compare_folders
 

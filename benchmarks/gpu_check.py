@@ -316,7 +316,7 @@ def time_steps(folder: Path) -> Iterator[dict]:
 
 def estimates() -> dict[tuple[str, str], list[float]]:
     """Return the estimated images per second of docs/recipes.md, from and to, by GPU and precision."""
-    table = json.loads((ROOT / "benchmarks" / "training_cost.json").read_text())
+    table = json.loads((ROOT / "benchmarks" / "results" / "training_cost.json").read_text())
     images = 800_000 * 128
     return {
         (row["gpu"], row["precision"]): sorted(images / (hours * 3600) for hours in row["training_hours"])

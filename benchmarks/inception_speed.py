@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Images a second of the Inception network, beside the TorchScript file that its weights come from.
 
-    python benchmarks/inception_speed.py      # writes benchmarks/inception_speed.json
+    python benchmarks/inception_speed.py      # writes benchmarks/results/inception_speed.json
 
 Measured in turns on the same batch, already resized: the published TorchScript as it is loaded, and the network of
 evaluate.py as it is, compiled, and in bf16. The ratios are medians over the rounds; the features of all are compared.
@@ -77,7 +77,7 @@ def main() -> None:
         },
         "machine": {"cores": usable_cores(), "threads": torch.get_num_threads(), "torch": torch.__version__},
     }
-    write_atomically(ROOT / "benchmarks" / "inception_speed.json", json.dumps(result, indent=2) + "\n")
+    write_atomically(ROOT / "benchmarks" / "results" / "inception_speed.json", json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How much of a photo is left at 32x32 when it is made smaller by one filter or another, all of them antialiased.
 
-    python benchmarks/resizing.py PHOTOS [PHOTOS ...]      # writes benchmarks/resizing.json
+    python benchmarks/resizing.py PHOTOS [PHOTOS ...]      # writes benchmarks/results/resizing.json
 
 Of each folder an even sample, as squares. psnr: of the photo against its 32x32 version, enlarged again.
 feature_distance: between Inception's features of the photo and of its 32x32 version, over the length of the first. Both
@@ -78,7 +78,7 @@ def main() -> None:
         nearer = (found["bicubic"][1] < found["bilinear"][1]).double().mean().item()
         result[folder.name] = {"photos": len(photos), **numbers, "bicubic_is_nearer": nearer}
         print(folder.name, result[folder.name], flush=True)
-    write_atomically(ROOT / "benchmarks" / "resizing.json", json.dumps(result, indent=2) + "\n")
+    write_atomically(ROOT / "benchmarks" / "results" / "resizing.json", json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

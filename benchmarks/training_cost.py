@@ -65,7 +65,7 @@ def main() -> None:
         "assumed_utilisation": ASSUMED_UTILISATION,
         "hours_on_one_gpu": rows,
     }
-    path = ROOT / "benchmarks" / "training_cost.json"
+    path = ROOT / "benchmarks" / "results" / "training_cost.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"{forward / 1e9:.2f} GFLOP per image and forward pass; {training / 1e18:.2f} EFLOP to train")
     print("| one GPU | precision | 800,000 steps | 50,000 samples, 1000 steps each |\n|---|---|---|---|")

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 BATCHES_RESIZED_AHEAD = 2
 WORTH_TIMING = 500  # images
 SECONDS_BETWEEN_SAVES = 120.0  # of what an unfinished pass has come to; it costs less than a second
-WORTH_COMPILING = 10_000  # images, by which the time of compiling is won back (benchmarks/inception_speed.json)
+WORTH_COMPILING = 10_000  # images, by which the time of compiling is won back (benchmarks/results/inception_speed.json)
 
 
 @dataclass

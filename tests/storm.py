@@ -32,7 +32,7 @@ import records
 
 ROOT = Path(__file__).parent.parent
 TIMING = ("train_seconds", "images_per_second", "images_per_second_per_device", "data_wait_share", "memory_gb")
-TIMING += ("timestep_sampler_share",)
+TIMING += ("timestep_sampler_share", "communication_share")
 HANG_UP, EXIT_INTERRUPTED = "SIGHUP", 75
 POINTS = {  # and how often a run comes past, at most
     "update": 120,

@@ -60,6 +60,8 @@ def test_two_processes_make_the_same_run(launcher, flags, alone, tmp_path):
     assert losses_of(run) == pytest.approx(losses_of(alone), rel=1e-5)
     lines, lines_alone = metrics_of(run), metrics_of(alone)
     assert [line["lr"] for line in lines] == [line["lr"] for line in lines_alone]
+    assert all(0 < line["communication_share"] < 1 for line in lines)
+    assert {line["communication_share"] for line in lines_alone} == {0}
     for name in ("grad_norm", "loss_q0", "loss_q3"):
         ours = [line[name] for line in lines if name in line]
         assert ours == pytest.approx([line[name] for line in lines_alone if name in line], rel=1e-4)

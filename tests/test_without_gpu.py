@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.machine import to_device
+from common.machine import Stopwatch, to_device
 from common.processes import LOST_AFTER, PATIENCE, Processes
 from common.randomness import standard_normal
 from conditions.condition import ClassCondition
@@ -387,6 +387,43 @@ def test_many_processes_wait_for_the_last_batches():
 def test_there_is_patience_for_the_slowest_batch():
     """The batch size doubles while a pass takes less than LONGEST_PASS; the longest diffusions have 4,000 steps."""
     assert LOST_AFTER.total_seconds() < 2 * LONGEST_PASS * 4000 < PATIENCE.total_seconds()
+
+
+class Events:
+    """The events of a GPU whose clock stands still but for what is computed on it."""
+
+    def __init__(self) -> None:
+        self.milliseconds = 0.0
+
+    def __call__(self, device: torch.device, enable_timing: bool) -> SimpleNamespace:
+        assert device == CUDA
+        assert enable_timing
+        event = SimpleNamespace()
+        event.record = lambda: setattr(event, "at", self.milliseconds)
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
+
+
+@pytest.mark.parametrize("device", [CUDA, torch.device("cpu")])
+def test_what_is_waited_for_begins_with_the_last_gradient(device, monkeypatch):
+    """The watch is started by every gradient of the first layers; events are read afterwards."""
+    clock = Events()
+    monkeypatch.setattr(torch, "Event", clock)
+    monkeypatch.setattr("common.machine.time.perf_counter", lambda: clock.milliseconds / 1000)
+    watch = Stopwatch(device)
+    for _ in range(2):
+        for pause in (100, 30):
+            clock.milliseconds += pause
+            watch.start(None)
+        clock.milliseconds += 4
+        watch.stop()
+    assert watch.seconds() == pytest.approx(0.008)
+    clock.milliseconds += 1000
+    assert watch.seconds() == pytest.approx(0.008)
+    watch.start()
+    clock.milliseconds += 2
+    watch.stop()
+    assert watch.seconds() == pytest.approx(0.010)
 
 
 # The wheel.

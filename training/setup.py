@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -131,11 +131,18 @@ class Run:
         time_is_up, stop = self.processes.any_a_step_ago(self._time_is_up, stop_requested() is not None)
         return "finished" if time_is_up else "stopped" if stop else None
 
-    def gradient_exchange(self, enabled: bool) -> AbstractContextManager:
-        """Exchange gradients with the other processes at the end of the pass in here, if enabled."""
+    @contextmanager
+    def gradient_exchange(self, enabled: bool) -> Iterator[None]:
+        """Exchange gradients with the other processes during the pass in here, if enabled, and time what is left over.
+
+        Most of the exchange happens beside the backward pass; what is waited for begins with the last gradient.
+        """
         if self.config.clip_per_replica:
             enabled = False  # every process clips its own first; `Update.clip` exchanges what is left
-        return nullcontext() if enabled else self.processes.accelerator.no_sync(self.network)
+        with nullcontext() if enabled else self.processes.accelerator.no_sync(self.network):
+            yield
+        if enabled and self.processes.count > 1:
+            self.state.window.exchange.stop()
 
     def check_health(self, ending: Ending) -> None:
         """Raise if loss or gradient are no longer numbers; a GPU is asked only where its results are fetched anyway."""
@@ -300,6 +307,10 @@ def opened(run: Run) -> Iterator[None]:
         compile_words(processes.device)
     run.network = processes.accelerator.prepare(torch.compile(state.unet) if config.compile else state.unet)
     run.learn = graph_of(run) if config.cuda_graph else partial(learn, run)
+    if processes.count > 1:
+        for module in (state.unet.conv_in, state.unet.time_embedding):  # whose gradients come last
+            for parameter in module.parameters():
+                parameter.register_post_accumulate_grad_hook(state.window.exchange.start)
     not_here = "--compile: this machine cannot compile the network; train without it"
     with (
         closing(Tracking(run)) as run.tracking,

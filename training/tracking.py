@@ -24,6 +24,7 @@ from PIL import Image
 from common.errors import reason_of
 from common.files import write_atomically
 from common.interruption import fault_point
+from common.machine import Stopwatch
 from common.processes import Processes
 from common.progress import progress_bar
 from image_data.batches import Batch
@@ -53,6 +54,7 @@ class Window:
 
     def __init__(self, processes: Processes, bins: LogSNRBins, length: int):
         self.processes, self.bins, self.length = processes, bins, length
+        self.exchange = Stopwatch(processes.device)  # of what the processes wait for each other's numbers
         self._dtype = torch.float32 if processes.device.type == "mps" else torch.float64
         # Losses are told apart by quarter of the timesteps and by bin: a row for each, true where a timestep is in it.
         steps = len(bins.of_timestep)
@@ -80,7 +82,9 @@ class Window:
         single = torch.stack([weights.sum(), weights.square().sum(), objective, (~update.is_finite).to(self._dtype)])
         shared = torch.cat([errors_of_groups, in_group.sum(1), single, observed])
         if self.processes.count > 1:
+            self.exchange.start()
             dist.all_reduce(shared)  # all in one exchange, on the device
+            self.exchange.stop()
         sums, failures, observed = shared.split([len(self.sums) - 1, 1, len(observed)])
         # The gradients were averaged before the norm, which is therefore the same everywhere.
         self.sums += torch.cat([sums, update.gradient_norm.detach().to(self._dtype)[None]])
@@ -159,7 +163,7 @@ class Tracking:
         self.clock = Clock(state.train_seconds)
         self.profiled_steps = config.profile
         self.profiler = open_profiler(config.profile, self.folder) if config.profile and self.writes else None
-        self._last = (state.step, state.train_seconds, 0.0, 0.0)  # as `_metrics` compares them
+        self._last = (state.step, state.train_seconds, 0.0, 0.0, 0.0)  # as `_metrics` compares them
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass the batches on and note how long each was waited for."""
@@ -205,8 +209,9 @@ class Tracking:
         loss = objective / window.steps
         # Fetching the sums has waited for the device, so the clock is true.
         state.train_seconds = self.clock.train_seconds
-        now = (state.step, state.train_seconds, self.clock.data_seconds, state.loss.sampler_seconds)
-        steps, seconds, data_seconds, sampler_seconds = map(operator.sub, now, self._last)
+        shares = (self.clock.data_seconds, state.loss.sampler_seconds, window.exchange.seconds())
+        now = (state.step, state.train_seconds, *shares)
+        steps, seconds, data_seconds, sampler_seconds, exchange_seconds = map(operator.sub, now, self._last)
         self._last = now
         keep = 0.99**window.steps
         smoothed_loss = loss if state.smoothed_loss is None else keep * state.smoothed_loss + (1 - keep) * loss
@@ -223,6 +228,7 @@ class Tracking:
             "images_per_second": steps * self.batch_size / seconds,
             "images_per_second_per_device": steps * self.batch_size / seconds / self.processes.count,
             "data_wait_share": data_seconds / seconds,
+            "communication_share": exchange_seconds / seconds,
             # Samplers that do not learn take next to none of the time.
             **({"timestep_sampler_share": sampler_seconds / seconds} if state.loss.sampler.adapts else {}),
             "memory_gb": psutil.Process().memory_info().rss / 2**30,

@@ -1,0 +1,247 @@
+#!/usr/bin/env python
+"""Write the tables and pictures of docs/speed.md and docs/scaling.md, and those of the README, from the results.
+
+    python -m benchmarks.speed_tables
+
+A table stands between `<!-- benchmarks: NAME -->` and `<!-- end -->`, and only what is between them is written. NAME is
+a file of benchmarks/results, or one of `summary`, `machine`, `profile`, `scaling_measured` and `scaling_model`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+from benchmarks.measuring import RESULTS, ROOT, Row, Spread, read_rows
+from common.errors import run_script
+from common.files import write_atomically
+from common.plots import drawing, legend_beside
+
+PAGES = ("docs/speed.md", "docs/scaling.md", "README.md")
+PICTURES = {"profile_steps": "speed_profile.png", "scaling": "scaling.png"}
+MARKED = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# Of which the first row that was measured stands in the summary.
+HEADLINES = ("training_step", "sampling", "evaluation_speed", "frechet", "streaming", "scaling", "save_stall", "memory")
+SMALLEST_SHARE = 0.01  # of a step, for a kind of operations to be named
+
+
+def read(results: Path, name: str) -> dict:
+    """Read a result; of one that is not there, the reason."""
+    path = results / f"{name}.json"
+    if path.exists() and "rows" in (content := json.loads(path.read_text())):
+        return content
+    return {"rows": [asdict(Row(name, skipped=f"`python -m benchmarks.{name}` has not been run"))], "details": {}}
+
+
+def number(value: float) -> str:
+    """Write a number with three digits, and large ones whole."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.2f}" if abs(value) >= 0.01 else f"{value:.1g}"
+
+
+def with_unit(text: str, unit: str) -> str:
+    return f"{text} {unit}".strip()
+
+
+def measured(spread: Spread, unit: str) -> str:
+    """Write a median with its range."""
+    text = with_unit(number(spread.median), unit)
+    return f"{text} ({number(spread.low)} to {number(spread.high)})" if spread.rounds > 1 else text
+
+
+def line_of(row: Row) -> str:
+    """Write a row as a line of the table."""
+    if row.measured is None:
+        return f"| {row.what} | not measured: {row.skipped} | | | | |"
+    wanted = "" if row.to_reach is None else with_unit(f"{row.direction} {number(row.to_reach)}", row.unit)
+    reached = {None: "", True: "yes", False: "**no**"}[row.reached]
+    return f"| {row.what} | {row.here} | {row.peer} | {measured(row.measured, row.unit)} | {wanted} | {reached} |"
+
+
+def table(rows: list[Row]) -> str:
+    heading = "| what | here | beside it | measured: median (range) | to reach | reached |\n|---|---|---|---|---|---|\n"
+    return heading + "".join(line_of(row) + "\n" for row in rows)
+
+
+def summary(results: Path) -> str:
+    """Return the table of the first figure of every benchmark, and how many figures are reached in all."""
+    rows, every = [], []
+    for path in sorted(results.glob("*.json")):
+        content = json.loads(path.read_text())
+        if "rows" in content and "benchmark" in content:
+            found = read_rows(content)
+            every += found
+            if path.stem in HEADLINES:
+                rows += [(HEADLINES.index(path.stem), row) for row in found if row.measured][:1]
+    asked = [row for row in every if row.reached is not None]
+    reached = sum(row.reached for row in asked)
+    missing = sum(row.measured is None for row in every)
+    lines = [row for _, row in sorted(rows, key=lambda one: one[0])]
+    return f"{table(lines)}\n{reached} of {len(asked)} figures are reached; {missing} could not be measured.\n"
+
+
+def machine(results: Path) -> str:
+    """Say what the results were measured on; they should all be of one machine and one tree."""
+    known: dict[str, list[str]] = {}
+    for path in sorted(results.glob("*.json")):
+        content = json.loads(path.read_text())
+        if "rows" in content and "benchmark" in content:
+            place, versions = content["machine"], content["versions"]
+            on = [f"{place['cores']:g} cores of {place['processor']}", *place["gpus"]]
+            packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "diffusers", "accelerate", "scipy"))
+            text = f"{content['measured']}, {', '.join(on)}; {packages}; commit {versions['commit']}"
+            known.setdefault(text, []).append(path.stem)
+    return "".join(f"- {text}: {', '.join(names)}\n" for text, names in known.items())
+
+
+def profile(results: Path) -> str:
+    """Return a table of where the time of a step goes, of every network that was profiled."""
+    networks = read(results, "profile_steps")["details"]
+    parts = []
+    for name, summary in networks.items():
+        step = summary["ms_per_step"]
+        lines = [
+            f"| {kind} | {number(ms)} | {ms / step:.1%} |\n"
+            for kind, ms in summary["ms_by_kind"].items()
+            if ms / step >= SMALLEST_SHARE
+        ]
+        heading = f"| {name}: a step of {number(step)} ms | ms | share |\n|---|---|---|\n"
+        parts.append(heading + "".join(lines))
+    return "\n".join(parts)
+
+
+def scaling_measured(results: Path) -> str:
+    """Return what was measured of several processes, and what the model says of the same."""
+    details = read(results, "scaling")["details"]
+    lines = ["| processes | device | images/s in all | per process | efficiency | waiting for the exchange |\n"]
+    lines.append("|---|---|---|---|---|---|\n")
+    for one in details["measured"]:
+        same = [
+            other
+            for other in details["measured"]
+            if other["processes"] == 1 and all(other[name] == one[name] for name in ("device", "network", "batch"))
+        ]
+        rate, count = median(one["images_per_second"]), one["processes"]
+        efficiency = f"{rate / count / median(same[0]['images_per_second']):.0%}" if same else ""
+        device = f"{one['device']}, {one['threads']} thread(s) each" if one["device"] == "CPU" else one["device"]
+        share = median(one["communication_share"])
+        lines.append(f"| {count} | {device} | {number(rate)} | {number(rate / count)} | {efficiency} | {share:.1%} |\n")
+    said = details["predicted"]
+    if said:
+        lines.append(
+            f"\nFor the two processes the model, given one process's step and the time of a bare exchange of as many "
+            f"bytes, says {number(said['predicted_images_per_second'])} images/s with "
+            f"{said['predicted_communication_share']:.1%} of the time waiting; measured were "
+            f"{number(said['measured_images_per_second'])} and {said['measured_communication_share']:.1%}.\n"
+        )
+    return "".join(lines)
+
+
+def scaling_model(results: Path) -> str:
+    """Return the tables of the model."""
+    parts = []
+    for one in read(results, "scaling")["details"]["model"]:
+        heading = (
+            "| GPUs | images a GPU | ms a step | of the exchange, hidden or not | waiting | images/s | efficiency |"
+        )
+        heading += "\n|---|---|---|---|---|---|---|\n"
+        lines = [
+            f"| {row['gpus']} | {row['images_a_gpu']} | {number(row['step_ms'])} | {number(row['exchange_ms'])} | "
+            f"{row['communication_share']:.1%} | {number(row['images_per_second'])} | {row['efficiency']:.0%} |\n"
+            for row in one["rows"]
+        ]
+        parts.append(f"**{one['what'].capitalize()}**. Step: {one['step']}.\n\n{heading}{''.join(lines)}")
+    return "\n".join(parts)
+
+
+OWN: dict[str, Callable[[Path], str]] = {
+    "summary": summary,
+    "machine": machine,
+    "profile": profile,
+    "scaling_measured": scaling_measured,
+    "scaling_model": scaling_model,
+}
+
+# Whose result each is made of: if that benchmark failed, its reason stands in the place of the table.
+SOURCES = {"profile": "profile_steps", "scaling_measured": "scaling", "scaling_model": "scaling"}
+
+
+def filled(page: str, results: Path) -> str:
+    """Return the page with its tables written anew."""
+
+    def replace(match: re.Match) -> str:
+        name = match[2]
+        rows_alone = name not in OWN or (name in SOURCES and not read(results, SOURCES[name])["details"])
+        text = table(read_rows(read(results, SOURCES.get(name, name)))) if rows_alone else OWN[name](results)
+        return f"{match[1]}\n{text.rstrip()}\n\n{match[3]}"
+
+    return MARKED.sub(replace, page)
+
+
+def draw_profile(results: Path, path: Path) -> None:
+    """Draw the kinds of operations of each network as one bar."""
+    networks = read(results, "profile_steps")["details"]
+    kinds = list(dict.fromkeys(kind for summary in networks.values() for kind in summary["ms_by_kind"]))
+    largest = {
+        kind: max(one["ms_by_kind"].get(kind, 0) / one["ms_per_step"] for one in networks.values()) for kind in kinds
+    }
+    kinds = [kind for kind in kinds if largest[kind] >= SMALLEST_SHARE]
+    with drawing(path, panel_width=7, aspect=0.3) as (_, panels):
+        axes = panels.item()
+        left = [0.0] * len(networks)
+        for place, kind in enumerate(kinds):
+            shares = [100 * one["ms_by_kind"].get(kind, 0) / one["ms_per_step"] for one in networks.values()]
+            hatch = "" if place < 7 else "//"  # more kinds than colours
+            axes.barh(list(networks), shares, left=left, label=kind, color=f"C{place % 7}", hatch=hatch)
+            left = [start + share for start, share in zip(left, shares, strict=True)]
+        axes.set(title="Where the time of a training step goes", xlabel="% of a step", xlim=(0, 100))
+        axes.invert_yaxis()
+        axes.grid(False)
+        legend_beside(panels)
+
+
+def draw_scaling(results: Path, path: Path) -> None:
+    """Draw the efficiency over the number of GPUs, as modelled, beside what was measured."""
+    details = read(results, "scaling")["details"]
+    with drawing(path) as (_, panels):
+        axes = panels.item()
+        for one in details["model"]:
+            counts = [row["gpus"] for row in one["rows"]]
+            values = [100 * row["efficiency"] for row in one["rows"]]
+            axes.plot(counts, values, marker="o", markersize=3, label=f"{one['what']}\n{one['step']}")
+        axes.set(
+            title="Efficiency on more GPUs: a model, not a measurement", xlabel="GPUs",
+            ylabel="% of as many times one GPU", xscale="log", ylim=(0, 105),
+        )  # fmt: skip
+        axes.set_xticks([1, 8, 32, 128, 1024], ["1", "8", "32", "128", "1024"])
+        axes.minorticks_off()
+        legend_beside(panels)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--results", type=Path, default=RESULTS, help="folder with the JSON (default: %(default)s)")
+    arguments.add_argument("--pages", type=Path, default=ROOT, help="folder with README.md and docs (default: here)")
+    options = arguments.parse_args()
+    for name in PAGES:
+        path = options.pages / name
+        before = path.read_text() if path.exists() else ""
+        if MARKED.search(before):
+            write_atomically(path, filled(before, options.results))
+            print(f"{path} has its tables")
+    for name, draw in {"profile_steps": draw_profile, "scaling": draw_scaling}.items():
+        if read(options.results, name)["details"]:
+            draw(options.results, options.pages / "docs" / PICTURES[name])
+            print(f"{options.pages / 'docs' / PICTURES[name]} is drawn")
+
+
+if __name__ == "__main__":
+    run_script(main)

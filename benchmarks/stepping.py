@@ -1,0 +1,73 @@
+"""Run a training script as it is, so many steps at a time: the other end of a `Worker`.
+
+    python -m benchmarks.stepping SCRIPT [ARGUMENTS ...]
+
+The script is not changed. Hooks of torch count the steps of whatever optimiser it has and hold it there until the next
+order; an order is a number of steps, the answer the seconds that they took. The first answer comes after the first
+step.
+"""
+
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.measuring import Orders
+
+times: dict[str, float] = {}
+
+
+class Turns:
+    """Takes the steps that were ordered, and waits for the next order in between."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders, self.left = orders, 0
+
+    def __call__(self, *_: object) -> None:
+        """Count a step; torch calls this after every step of an optimiser."""
+        self.left -= 1
+        if self.left > 0:
+            return
+        if self.left < 0:  # the first of all
+            self.orders.answer(**times, first_step=time.perf_counter())
+        else:
+            self.orders.answer(seconds=time.perf_counter() - self.start)
+        self.left = int(self.orders.next())
+        self.start = time.perf_counter()
+
+
+def noting(name: str, function: Callable) -> Callable:
+    """Wrap a function so that the time of its first call is noted."""
+
+    def wrapped(*arguments: object, **options: object) -> object:
+        times.setdefault(name, time.perf_counter())
+        return function(*arguments, **options)
+
+    return wrapped
+
+
+def note_first_batch(module: object, _: object) -> None:
+    """Note when a network in training is first called after the data were asked for."""
+    if module.training and "data_asked_for" in times:
+        times.setdefault("first_batch", time.perf_counter())
+
+
+def main() -> None:
+    orders, (script, *arguments) = Orders(), sys.argv[1:]
+    import datasets
+    from torch.nn.modules.module import register_module_forward_pre_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    datasets.load_dataset = noting("data_asked_for", datasets.load_dataset)
+    register_module_forward_pre_hook(note_first_batch)
+    register_optimizer_step_post_hook(Turns(orders))
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+#!/usr/bin/env python
+"""Four epochs of a streamed image folder, beside torchvision's ImageFolder and torch's DataLoader.
+
+    python -m benchmarks.streaming
+
+Photos of random smooth shapes are written as JPEG. Both decode them anew at every epoch, with as many workers: resize
+the shorter side, crop at random, mirror at random, as floats in [-1, 1]. The project looks at every photo once before,
+which counts here. Memory is that of the process and its workers, at its peak: with all photos, and with a quarter.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.measuring import Orders, Result, Row, Spread, Worker, in_turns, parser, ratios, write_result
+from common.errors import run_script
+from common.machine import default_num_workers
+
+EPOCHS, BATCH_SIZE, RESOLUTION, PHOTO = 4, 64, 64, (160, 120)
+HERE, PEER = "here", "DataLoader and ImageFolder"
+FASTER, MOST_BYTES_AN_IMAGE = 1.2, 1024
+ROUNDS = 2
+
+
+def write_photos(folder: Path, count: int) -> None:
+    """Write photos with little detail, in one class."""
+    random = np.random.default_rng(0)
+    (folder / "photos").mkdir(parents=True)
+    for number in range(count):
+        small = Image.fromarray(random.integers(0, 256, (12, 16, 3), dtype=np.uint8))
+        photo = small.resize(PHOTO, Image.Resampling.BICUBIC)
+        photo.save(folder / "photos" / f"{number:06d}.jpg", quality=90)
+
+
+def here(folder: Path, cache: Path, workers: int) -> int:
+    """Take four epochs of batches as the training does, and return the number of images."""
+    from common.processes import start_processes
+    from conditions.condition import NoCondition
+    from image_data.batches import TrainingBatches
+    from image_data.sources import open_source
+    from image_data.store import load_training_images
+    from run_folder.config import parse_config
+    from schedulers.loss import normalise
+
+    flags = [str(folder), f"--resolution={RESOLUTION}", f"--num_workers={workers}", f"--cache_dir={cache}"]
+    config = parse_config([*flags, "--in_memory_limit_gb=0"])
+    processes = start_processes(config)
+    data = load_training_images(config, open_source(config, processes), processes)
+    batches = TrainingBatches(data, NoCondition(), 0, BATCH_SIZE, 1, processes)
+    count, iterator = 0, batches.from_step(0)
+    for _ in range(EPOCHS * batches.steps_per_epoch):
+        count += len(normalise(next(iterator).images))
+    iterator.close()
+    return count
+
+
+def there(folder: Path, workers: int) -> int:
+    """Do the same as most training scripts do."""
+    from torch.utils.data import DataLoader
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+
+    steps = [transforms.Resize(RESOLUTION), transforms.RandomCrop(RESOLUTION), transforms.RandomHorizontalFlip()]
+    steps += [transforms.ToTensor(), transforms.Normalize([0.5], [0.5])]
+    images = ImageFolder(str(folder), transforms.Compose(steps))
+    loader = DataLoader(images, BATCH_SIZE, shuffle=True, num_workers=workers, drop_last=True)
+    return sum(len(batch) for _ in range(EPOCHS) for batch, _ in loader)
+
+
+def work(way: str, workers: int) -> None:
+    """Serve a `Worker`: an order is a folder of photos and one for caches."""
+    import psutil
+
+    orders = Orders()
+    orders.answer()
+    peak = 0
+
+    def watch() -> None:
+        nonlocal peak
+        process = psutil.Process(os.getpid())
+        while True:
+            family, held = [process, *process.children(recursive=True)], 0
+            for member in family:
+                try:
+                    held += member.memory_full_info().uss  # what no other shares
+                except (psutil.NoSuchProcess, psutil.AccessDenied):
+                    continue
+            peak = max(peak, held)
+            time.sleep(0.05)
+
+    threading.Thread(target=watch, daemon=True).start()
+    while True:
+        folder, cache = map(Path, orders.next().split("\t"))
+        start = time.perf_counter()
+        count = here(folder, cache, workers) if way == HERE else there(folder, workers)
+        orders.answer(seconds=time.perf_counter() - start, images=count, peak=peak)
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--images", type=int, default=4000, help="photos (default: %(default)s)")
+    arguments.add_argument("--worker", nargs=2, help="used by the benchmark itself")
+    options = arguments.parse_args()
+    if options.worker:
+        work(options.worker[0], int(options.worker[1]))
+    count, rounds = (256, 1) if options.quick else (options.images, ROUNDS)
+    workers = default_num_workers(1)
+    answers: dict[str, list[dict]] = {HERE: [], PEER: []}
+    peaks: dict[str, dict[int, int]] = {HERE: {}, PEER: {}}
+    with TemporaryDirectory(prefix="benchmark-") as temporary:
+        folder = Path(temporary)
+        sizes = (count, count // 4)
+        for size in sizes:
+            write_photos(folder / f"{size}", size)
+
+        def once(way: str, size: int) -> float:
+            """Start a process for it, so that its memory is of nothing else."""
+            name = f"{way}-{len(answers[way])}-{size}".replace(" ", "-")
+            with closing(
+                Worker(way, "benchmarks.streaming", ["--worker", way, workers], folder / f"{name}.log")
+            ) as one:
+                one.answer()
+                answer = one.order(f"{folder / str(size)}\t{folder / name}")
+            answers[way].append({**answer, "photos": size})
+            peaks[way][size] = max(answer["peak"], peaks[way].get(size, 0))
+            return answer["images"] / answer["seconds"]
+
+        for size in reversed(sizes):
+            rates = in_turns({way: lambda way=way, size=size: once(way, size) for way in answers},
+                             rounds if size == count else 1, warm_up=0)  # fmt: skip
+    columns = f"{Spread.of(rates[HERE]).median:,.0f} images/s", f"{PEER}: {Spread.of(rates[PEER]).median:,.0f} images/s"
+    growth = {way: (of[sizes[0]] - of[sizes[1]]) / (sizes[0] - sizes[1]) for way, of in peaks.items()}
+    rows = [
+        Row(
+            f"a streamed image folder, {count:,} photos, {EPOCHS} epochs, {workers} worker(s)",
+            *columns,
+            ratios(rates[HERE], rates[PEER]),
+            to_reach=FASTER,
+        ),
+        Row(
+            "its memory, for each photo more",
+            f"{growth[HERE]:,.0f} bytes",
+            f"{PEER}: {growth[PEER]:,.0f} bytes",
+            Spread.of([growth[HERE]]),
+            "bytes",
+            MOST_BYTES_AN_IMAGE,
+            "at most",
+        ),
+    ]
+    write_result("streaming", Result(rows, {"runs": answers, "peak_bytes": peaks}), options.output_dir)
+
+
+if __name__ == "__main__":
+    run_script(main)
