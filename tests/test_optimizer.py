@@ -85,7 +85,8 @@ def test_gradients_of_replicas_are_clipped_as_the_original_does():
             sum_ += gradient * (1 / 8) / torch.maximum(norms[-1], torch.tensor(1 / 8))  # tf.clip_by_global_norm
     assert 2 < sum(norm > 1 / 8 for norm in norms) < 7
 
-    processes = SimpleNamespace(device=torch.device("cpu"), count=1, accelerator=SimpleNamespace(scaler=None))
+    accelerator = SimpleNamespace(scaler=None)
+    processes = SimpleNamespace(device=torch.device("cpu"), count=1, index=0, accelerator=accelerator)
     update = Update(config("--clip_per_replica=8", "--no_use_ema"), network, 100, processes)
     for _ in range(2):  # what one step leaves does not reach the next
         update.begin(0)
