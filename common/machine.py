@@ -9,6 +9,7 @@ import re
 import resource
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -147,16 +148,22 @@ def peak_of_tensors(action: Callable[[], object]) -> int:
     class Count(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
-            self.storages, self.peak = WeakIdKeyDictionary(), 0  # those that are alive, and their bytes
+            self.known, self.alive, self.peak = WeakIdKeyDictionary(), 0, 0  # storages; bytes
 
         def __torch_dispatch__(self, operation, types, arguments=(), others=None):
             for storage in self._storages_in((arguments, others)):
-                self.storages.setdefault(storage, 0)  # was there before, or is counted already
+                self.known.setdefault(storage, None)  # was there before, or is counted already
             result = operation(*arguments, **(others or {}))
             for storage in self._storages_in(result):
-                self.storages.setdefault(storage, storage.nbytes())
-            self.peak = max(self.peak, sum(self.storages.values()))
+                if storage not in self.known:
+                    self.known[storage] = None
+                    self._add(storage.nbytes())
+                    weakref.finalize(storage, self._add, -storage.nbytes())
             return result
+
+        def _add(self, count: int) -> None:
+            self.alive += count
+            self.peak = max(self.peak, self.alive)
 
         @staticmethod
         def _storages_in(values: object) -> list:

@@ -54,7 +54,7 @@ _compiled_words: Callable[..., tuple] | None = None
 
 
 def compile_words(device: torch.device) -> None:
-    """Let a GPU compute `random_words` in one kernel that torch.compile makes, instead of 140.
+    """Let a GPU compute `random_words` in one kernel that torch.compile makes, instead of 127.
 
     They are integers, which do not depend on who computes them. What they become, logarithms and cosines, would.
     """

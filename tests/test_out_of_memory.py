@@ -3,6 +3,7 @@
 import re
 import resource
 import weakref
+from functools import partial
 
 import psutil
 import pytest
@@ -11,10 +12,12 @@ from conftest import losses_of, make_tiny_flags, run_script, run_training
 from diffusers import UNet2DModel
 from evaluation_helpers import evaluate, network  # noqa: F401
 from test_evaluation import generated, real  # noqa: F401
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common import machine
 from common.errors import UserError
 from common.machine import fits_in_memory, images_within, largest_batch, peak_of_tensors
+from training.network import build_unet
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 GRADIENT, IMAGE, GIB = 143 * 10**6, 56 * 10**6, 2**30
@@ -53,6 +56,21 @@ def test_bytes_that_the_gradient_needs_are_counted():
     rows, square = 40 * 250 * 4, 250 * 250 * 4
     # At the end: the product's input and the gradient of its output, and the gradient of the weights.
     assert 2 * rows + square <= peak_of_tensors(action) < 2 * rows + square + 64
+
+
+def test_memory_of_the_paper_s_network_is_linear():
+    """From four images on; docs/gpus.md says by how much. Fake tensors have sizes, and take no time."""
+    with FakeTensorMode():
+        unet = build_unet(32, 3)
+
+        def a_pass(images: int) -> None:
+            loss = unet(torch.zeros(images, 3, 32, 32), torch.zeros(images, dtype=torch.int64)).sample.square().mean()
+            torch.autograd.grad(loss, [*unet.parameters()])
+
+        peaks = {images: peak_of_tensors(partial(a_pass, images)) for images in (1, 4, 8, 16)}
+    assert peaks[8] - peaks[4] == pytest.approx(4 * 56.5e6, rel=1e-3)
+    assert peaks[16] - peaks[8] == pytest.approx(8 * 56.5e6, rel=1e-3)
+    assert peaks[1] > 4 * unet.num_parameters()
 
 
 class Allocator:
