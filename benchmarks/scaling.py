@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -46,6 +47,7 @@ NAME = "scaling"
 STEPS, LOGGING_STEPS, ROUNDS, QUICK_STEPS = 50, 10, 3, 10
 TO_REACH = 1.9  # x the images of one process, by two
 EXCHANGES = 10
+LONGEST = 900  # seconds, of one measurement
 
 # The model.
 
@@ -189,31 +191,30 @@ def measure(options: argparse.Namespace, count: int, folder: Path) -> dict | Non
     import torch.distributed as dist
 
     import train_unconditional
+    from common.processes import Processes
 
-    sys.argv = ["train_unconditional.py", *flags_of_training(options, count, folder)]
-    train_unconditional.main()
-    on_gpu = torch.cuda.is_available()
-    is_main = os.environ.get("RANK", "0") == "0"
-    unet = json.loads((folder / "run" / "unet" / "config.json").read_text()) if is_main else {}
-    parameters = parameters_of(unet) if unet else 0
-    exchange = []
-    if count > 1:
-        # The group of the training is gone; this one is for the exchange alone.
-        dist.init_process_group("nccl" if on_gpu else "gloo")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
-        shared = torch.tensor([parameters])
-        shared = shared.to(device)
-        dist.broadcast(shared, 0)
-        gradient = torch.zeros(int(shared), device=device)
-        for _ in range(EXCHANGES):
-            start = time.perf_counter()
-            dist.all_reduce(gradient)
-            if on_gpu:
-                torch.cuda.synchronize()
-            exchange.append(time.perf_counter() - start)
-        dist.destroy_process_group()
-    if not unet:
+    flags = flags_of_training(options, count, folder)
+    parameters = parameters_of(folder / f"network-{os.getpid()}.json")
+    exchange: list[float] = []
+    finish = Processes.finish
+
+    def time_exchange(processes: Processes) -> None:
+        """Exchange as many bytes as the gradient has, with nothing beside it, before the group is left."""
+        if count > 1:
+            gradient = torch.zeros(parameters, device=processes.device)
+            for _ in range(EXCHANGES):
+                start = time.perf_counter()
+                dist.all_reduce(gradient)
+                processes.synchronize_device()
+                exchange.append(time.perf_counter() - start)
+        finish(processes)
+
+    sys.argv = ["train_unconditional.py", *flags]
+    with patch.object(Processes, "finish", time_exchange):
+        train_unconditional.main()
+    if os.environ.get("RANK", "0") != "0":
         return None
+    on_gpu = torch.cuda.is_available()
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][1:]
     return {
         "processes": count,
@@ -229,13 +230,14 @@ def measure(options: argparse.Namespace, count: int, folder: Path) -> dict | Non
     }
 
 
-def parameters_of(config: dict) -> int:
-    """Count the parameters of a network without giving them memory."""
+def parameters_of(network: Path) -> int:
+    """Count the parameters of a network by its configuration, without giving them memory."""
     import torch
     from diffusers import UNet2DModel
 
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in UNet2DModel.from_config(config).parameters())
+        unet = UNet2DModel.from_config(json.loads(network.read_text()))
+    return sum(parameter.numel() for parameter in unet.parameters())
 
 
 def start(options: argparse.Namespace, count: int, folder: Path) -> dict:
@@ -247,7 +249,7 @@ def start(options: argparse.Namespace, count: int, folder: Path) -> dict:
     arguments += ["--quick"] * options.quick + ["--bf16"] * options.bf16
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     command = [sys.executable, *launcher, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LONGEST)
     if done.returncode != 0:
         raise RunFailed(f"{count} process(es): {last_line(done.stderr)}")
     return json.loads(found.read_text())
