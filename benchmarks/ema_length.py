@@ -24,6 +24,7 @@ from common.files import sha256, write_atomically
 from common.plots import NOTE, drawing
 from run_folder.checkpoints import POWER_LENGTHS, WEIGHTS, power_exponent, snapshot_files
 from run_folder.ema_length import combination, profiles_of
+from run_folder.folder import RunFolder
 from run_folder.saved_model import SavedModel, find_models
 from training.setup import Run
 from training.update import ExactEMA, PowerEMA, tensors_of
@@ -33,15 +34,13 @@ RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "ema_length.json", ROOT / "
 DECAYS = (0.99, 0.995, 0.999, 0.9999)
 LENGTHS = (0.015, 0.03, 0.05, 0.1, 0.15, 0.25)
 SNAPSHOTS = 40
+TRAINED = "trained.json"  # in the run's folder, once it is trained
 
 
 def track_more(run: Run) -> list[ExactEMA]:
     """Track constant decays and power functions beside the run's own averages, which alone are saved."""
     unet, averages = run.state.unet, run.state.update.averages
-    constant = [
-        ExactEMA(unet, beta=decay, min_value=decay, update_after_step=0, update_every=1, include_online_model=False)
-        for decay in DECAYS
-    ]
+    constant = [ExactEMA(unet, beta=decay, min_value=decay) for decay in DECAYS]
     power = [PowerEMA(unet, length) for length in LENGTHS if length not in POWER_LENGTHS]
     averages += constant + power
     return averages
@@ -53,10 +52,9 @@ def distance(some: torch.nn.Module, others: torch.nn.Module) -> float:
     return sum((one.double() - other.double()).square().sum().item() for one, other in pairs) ** 0.5
 
 
-def kept_beside(model: SavedModel, name: str, network: torch.nn.Module, folder: Path) -> SavedModel:
-    """Save a network that no checkpoint holds, and return it as a model like another."""
-    network.save_pretrained(folder / name, safe_serialization=True)
-    return replace(model, weights=name, network_folder=folder / name, sha256=sha256(folder / name / WEIGHTS))
+def kept_beside(model: SavedModel, folder: Path) -> SavedModel:
+    """Return a network that is kept in a folder of its own as a model like another of the same run."""
+    return replace(model, weights=folder.name, network_folder=folder, sha256=sha256(folder / WEIGHTS))
 
 
 def errors_of(run: Run, models: dict[float, SavedModel]) -> list[dict[str, float]]:
@@ -71,30 +69,41 @@ def errors_of(run: Run, models: dict[float, SavedModel]) -> list[dict[str, float
     return found
 
 
-def measure(name: str, steps: int, sampler: str, images: int) -> Iterator[dict[str, object]]:
-    """Train one run and measure all averages of it; yield what is known after each."""
-    folder = Path("runs") / "ema_length" / name
+def train(name: str, steps: int, folder: Path) -> dict[str, object]:
+    """Train the run, keep the constant decays beside it, and return what there is to say of it."""
     length = [f"--max_train_steps={steps}", f"--checkpointing_steps={steps // SNAPSHOTS}", "--ema=power"]
-    run, training_images = train_short([*DATA[name], *length, *QUIET, f"--output_dir={folder}"], track_more)
-    (newest,), (raw,) = find_models(str(folder), [], None), find_models(str(folder), [], "raw")
-    of_length = dict(zip(LENGTHS, find_models(str(folder), [], None, LENGTHS), strict=True))
-    constant = dict(zip(DECAYS, run.state.update.averages[len(POWER_LENGTHS) :], strict=False))
-    models = {("raw", None): raw}
-    for decay, average in constant.items():
-        models["constant", decay] = kept_beside(newest, f"constant-{decay}", average.ema_model, folder / "constant")
-    models |= {("power", length): model for length, model in of_length.items()}
+    run = train_short([*DATA[name], *length, *QUIET, f"--output_dir={folder}"], track_more)
+    for decay, average in zip(DECAYS, run.state.update.averages[len(POWER_LENGTHS) :], strict=False):
+        average.ema_model.save_pretrained(folder / f"constant-{decay}", safe_serialization=True)
+    models = dict(zip(LENGTHS, find_models(str(folder), [], None, LENGTHS), strict=True))
     files = snapshot_files(folder).values()
-    found = {
+    return {
         "steps": steps, "batch": run.sizes.total, "train_seconds": round(run.state.train_seconds, 1),
-        "sampler": sampler, "images": images, "snapshots": len(files), "parameters": run.state.unet.num_parameters(),
+        "snapshots": len(files), "parameters": run.state.unet.num_parameters(),
         "megabytes_of_snapshots": round(sum(path.stat().st_size for path in files) / 1e6, 1),
-        "reconstruction": errors_of(run, of_length), "rows": [],
+        "reconstruction": errors_of(run, models),
     }  # fmt: skip
-    judge = ShortRunJudge(run.config, training_images, distances=True)
+
+
+def measure(name: str, steps: int, how: dict[str, object], rows: list[dict]) -> Iterator[dict[str, object]]:
+    """Measure all averages of one run that are not among the rows; yield what is known after each."""
+    folder = Path("runs") / "ema_length" / name
+    trained = folder / TRAINED
+    if not trained.exists():
+        write_atomically(trained, json.dumps(train(name, steps, folder)))
+    found = {**json.loads(trained.read_text()), **how, "rows": rows}
+    (newest,), (raw,) = find_models(str(folder), [], None), find_models(str(folder), [], "raw")
+    models = {("raw", None): raw}
+    models |= {("power", one): model for one, model in
+               zip(LENGTHS, find_models(str(folder), [], None, LENGTHS), strict=True)}  # fmt: skip
+    models |= {("constant", decay): kept_beside(newest, folder / f"constant-{decay}") for decay in DECAYS}
+    known = {(row["average"], row["value"]) for row in rows}
+    judge = ShortRunJudge(RunFolder(folder).read_config(), distances=True)
     for (kind, value), model in models.items():
-        measured = judge.measure(model, method_of(sampler, model), images)
-        found["rows"].append({"average": kind, "value": value, **measured})
-        yield found
+        if (kind, value) not in known:
+            measured = judge.measure(model, method_of(how["sampler"], model), how["images"])
+            rows.append({"average": kind, "value": value, **measured})
+            yield found
 
 
 def draw(results: dict[str, dict]) -> None:
@@ -122,7 +131,9 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1000)
     arguments = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for found in measure(arguments.data, arguments.steps, arguments.sampler, arguments.images):
+    how, before = {"sampler": arguments.sampler, "images": arguments.images}, results.get(arguments.data, {})
+    rows = before["rows"] if before.items() >= how.items() else []
+    for found in measure(arguments.data, arguments.steps, how, rows):
         results[arguments.data] = found
         write_atomically(RESULTS, json.dumps(results, indent=1) + "\n")
         print(found["rows"][-1], flush=True)

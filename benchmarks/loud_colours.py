@@ -42,10 +42,9 @@ SAMPLERS = ("DDIM-20", "DDIM-200", "DDPM-100")
 
 def track_more(run: Run) -> None:
     """Track other averages beside the run's own."""
-    fixed = {"update_after_step": 0, "update_every": 1, "include_online_model": False}
-    run.state.update.averages += [ExactEMA(run.state.unet, beta=one, min_value=one, **fixed) for one in DECAYS]
+    run.state.update.averages += [ExactEMA(run.state.unet, beta=one, min_value=one) for one in DECAYS]
     ramp = {"beta": 0.9999, "min_value": 0.0, "inv_gamma": 1.0, "power": 0.75}
-    run.state.update.averages += [ExactEMA(run.state.unet, **ramp, **fixed), PowerEMA(run.state.unet, 0.1)]
+    run.state.update.averages += [ExactEMA(run.state.unet, **ramp), PowerEMA(run.state.unet, 0.1)]
 
 
 def without_clipping(model: SavedModel) -> SavedModel:
@@ -58,8 +57,9 @@ def variants_of(run: Run, model: SavedModel, folder: Path) -> Iterator[tuple[str
     yield "average", "raw weights", find_models(str(folder), [], "raw")[0], "DDIM-50"
     labels = [*(f"constant {one}" for one in DECAYS), "ramp up to 0.9999", "power function of length 0.1"]
     for option, average in zip(labels, run.state.update.averages[1:], strict=True):
-        kept = kept_beside(model, option.replace(" ", "-"), average.ema_model, folder / "others")
-        yield "average", option, kept, "DDIM-50"
+        kept = folder / "others" / option.replace(" ", "-")
+        average.ema_model.save_pretrained(kept, safe_serialization=True)
+        yield "average", option, kept_beside(model, kept), "DDIM-50"
     for sampler in SAMPLERS:
         yield "sampling", sampler, model, sampler
     yield "sampling", "DDIM-50 without clipping", without_clipping(model), "DDIM-50"
@@ -72,8 +72,8 @@ def measure(name: str, steps: int, images: int) -> Iterator[list[dict[str, objec
         folder = Path("runs") / "loud_colours" / f"{name}-{number}"
         # What is given twice counts as given last.
         given = [*DATA[name], *length, f"--ema_max_decay={OWN_DECAY}", *QUIET, *flags, f"--output_dir={folder}"]
-        run, training_images = train_short(given, track_more if number == 0 else lambda run: None)
-        judge = ShortRunJudge(run.config, training_images, distances=False)
+        run = train_short(given, track_more if number == 0 else lambda run: None)
+        judge = ShortRunJudge(run.config, distances=False)
         (model,) = find_models(str(folder), [], None)
         found = judge.measure(model, method_of("DDIM-50", model), images)
         seconds = round(run.state.train_seconds, 1)

@@ -41,8 +41,8 @@ QUIET = [
 ]
 
 
-def train_short(flags: list[str], prepare: Callable[[Run], None] = lambda run: None) -> tuple[Run, torch.Tensor]:
-    """Train a run and return it with its training images; `prepare` may add to what is tracked."""
+def train_short(flags: list[str], prepare: Callable[[Run], None] = lambda run: None) -> Run:
+    """Train a run; `prepare` may add to what is tracked."""
     config = parse_config(flags)
     AcceleratorState._reset_state(reset_partial_state=True)  # of what was run before, perhaps in another precision
     processes = start_processes(config)
@@ -53,8 +53,7 @@ def train_short(flags: list[str], prepare: Callable[[Run], None] = lambda run: N
     prepare(run)
     with stops_deferred(), opened(run):
         train(run)
-    everyone = torch.arange(len(images.images))
-    return run, images.images.crops(everyone, torch.zeros(len(everyone), 2, dtype=torch.long))
+    return run
 
 
 @dataclass
@@ -84,7 +83,7 @@ class Colours:
 class ShortRunJudge:
     """Measures models against the training images of a run: their colours, and FID and KID if these are wanted."""
 
-    def __init__(self, config: TrainingConfig, training_images: torch.Tensor, distances: bool):
+    def __init__(self, config: TrainingConfig, distances: bool):
         AcceleratorState._reset_state(reset_partial_state=True)
         self.judge, self.settings = None, InferenceSettings(batch_size=BATCH)
         if distances:
@@ -92,7 +91,9 @@ class ShortRunJudge:
             self.judge = Judge(SimpleNamespace(**settings), config)
             self.settings = InferenceSettings("bf16", compile=True, batch_size=BATCH)
         self.processes = self.judge.processes if self.judge else start_processes(EvaluationOptions())
-        self.real = Colours.of_images(training_images)
+        images = load_training_images(config, open_source(config, self.processes), self.processes).images
+        everyone = torch.arange(len(images))
+        self.real = Colours.of_images(images.crops(everyone, torch.zeros(len(everyone), 2, dtype=torch.long)))
 
     def measure(self, model: SavedModel, method: DenoisingMethod, count: int) -> dict[str, float]:
         """Measure the images of the first seeds."""

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import logging
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ UNMEASURED = ".unmeasured"  # in the folder of the results: images of an evaluat
 NAMED_SETTINGS = (*OWN_SETTINGS, "guidance_scale")  # besides the sampler and its steps
 
 
-def models_of(run: RunFolder, steps: list[str], weights: str | None, lengths: list[float]) -> list[SavedModel]:
+def models_of(run: RunFolder, steps: list[str], weights: str | None, lengths: Sequence[float] = ()) -> list[SavedModel]:
     """Return the checkpoints of a run, oldest first, and its pipeline if that holds weights that none of them has.
 
     With `lengths` it is those averages of the newest checkpoint, or of those that are named. The steps ['none'] are

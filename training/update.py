@@ -157,6 +157,10 @@ class ExactEMA(EMA):
     The counters stay on the CPU, where reading them waits for no device: never call `.to()` on it.
     """
 
+    def __init__(self, unet: torch.nn.Module, **settings: float):
+        super().__init__(unet, update_after_step=0, update_every=1, include_online_model=False, **settings)
+        self.ema_model.requires_grad_()  # or autocast would cast every weight anew at every step of a grid
+
     def get_current_decay(self) -> float:
         """Return 1 - (1 + n / inv_gamma)^-power n updates after the copy, between `min_value` and `beta`."""
         updates = self.step.item() - self.update_after_step - 1
@@ -189,7 +193,7 @@ class PowerEMA(ExactEMA):
     memory = 0.0  # it never lags behind by more than a share of the steps so far
 
     def __init__(self, unet: torch.nn.Module, length: float):
-        super().__init__(unet, update_after_step=0, update_every=1, include_online_model=False)
+        super().__init__(unet)
         self.length, self.gamma = length, power_exponent(length)
 
     def get_current_decay(self) -> float:
@@ -237,12 +241,8 @@ def build_averages(config: TrainingConfig, unet: torch.nn.Module) -> list[ExactE
     if not config.use_ema:
         return []
     if config.ema == "constant":
-        averages = [build_ema(config, unet)]
-    else:
-        averages = [PowerEMA(unet, length) for length in POWER_LENGTHS]
-    for average in averages:
-        average.ema_model.requires_grad_()  # or autocast would cast every weight anew at every step of a grid
-    return averages
+        return [build_ema(config, unet)]
+    return [PowerEMA(unet, length) for length in POWER_LENGTHS]
 
 
 def build_ema(config: TrainingConfig, unet: torch.nn.Module) -> ExactEMA:
@@ -253,7 +253,4 @@ def build_ema(config: TrainingConfig, unet: torch.nn.Module) -> ExactEMA:
         min_value=0.0 if config.ema_warmup else config.ema_max_decay,  # a ramp whose minimum is its maximum
         inv_gamma=config.ema_inv_gamma,
         power=config.ema_power,
-        update_after_step=0,
-        update_every=1,
-        include_online_model=False,
     )
