@@ -85,7 +85,8 @@ def test_a_stock_scheduler_takes_the_steps_of_jsd(prediction_type, variance_type
         output = random_noise(images, T + t)
         ours, theirs = (one.step(output, t, sample, generator=generator_for(t)).prev_sample for one in (exact, stock))
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-    assert torch.equal(exact.add_noise(images, random_noise(images), torch.full((2,), T - 1)), random_noise(images))
+    last = torch.full((2,), T - 1)
+    assert torch.equal(exact.add_noise(images, random_noise(images), last), random_noise(images))
 
 
 def test_bins_of_log_snr_reach_the_step_without_signal():

@@ -149,6 +149,8 @@ SHORT = {"ats": {"grid": 10}}
 def test_bins_of_log_snr(schedule):
     a_t = build_scheduler(schedule, T).alphas_cumprod
     bins, log_snr = LogSNRBins(a_t), torch.log(a_t / (1 - a_t))
+    if schedule == "jsd":  # nothing is left of the image at its end: another step like the one before
+        log_snr[-1] = 2 * log_snr[-2] - log_snr[-3]
     lower, upper = bins.edges.T
     torch.testing.assert_close(upper - lower, ((log_snr[0] - log_snr[-1]) / 16).expand(len(bins)))
     assert (lower[1:] >= upper[:-1]).all()
