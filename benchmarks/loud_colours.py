@@ -37,7 +37,7 @@ TRAININGS = {
     "no warm-up of the learning rate": ["--lr_warmup_steps=0"],
 }
 DECAYS = (0.9, 0.98, 0.995, 0.999, 0.9999)
-SAMPLERS = ("DDIM-20", "DDIM-200", "DDPM-100")
+SAMPLERS = ("DDPM-100", "DDIM-20", "DDIM-200")
 
 
 def track_more(run: Run) -> None:
@@ -49,20 +49,22 @@ def track_more(run: Run) -> None:
 
 def without_clipping(model: SavedModel) -> SavedModel:
     """Return a model whose x_0 is taken as it is predicted."""
-    return replace(model, scheduler_config={**model.scheduler_config, "clip_sample": False})
+    # diffusers takes its own default for whatever is named here, whatever stands beside it.
+    config = {name: value for name, value in model.scheduler_config.items() if name != "_use_default_values"}
+    return replace(model, scheduler_config={**config, "clip_sample": False})
 
 
 def variants_of(run: Run, model: SavedModel, folder: Path) -> Iterator[tuple[str, str, SavedModel, str]]:
     """Yield what is tried on one training: the kind, its name, the model, the sampling method."""
+    for sampler in SAMPLERS:
+        yield "sampling", sampler, model, sampler
+    yield "sampling", "DDIM-50 without clipping", without_clipping(model), "DDIM-50"
     yield "average", "raw weights", find_models(str(folder), [], "raw")[0], "DDIM-50"
     labels = [*(f"constant {one}" for one in DECAYS), "ramp up to 0.9999", "power function of length 0.1"]
     for option, average in zip(labels, run.state.update.averages[1:], strict=True):
         kept = folder / "others" / option.replace(" ", "-")
         average.ema_model.save_pretrained(kept, safe_serialization=True)
         yield "average", option, kept_beside(model, kept), "DDIM-50"
-    for sampler in SAMPLERS:
-        yield "sampling", sampler, model, sampler
-    yield "sampling", "DDIM-50 without clipping", without_clipping(model), "DDIM-50"
 
 
 def measure(name: str, steps: int, images: int) -> Iterator[list[dict[str, object]]]:
