@@ -158,7 +158,8 @@ def scaling_model(results: Path) -> str:
             f"{row['communication_share']:.1%} | {number(row['images_per_second'])} | {row['efficiency']:.0%} |\n"
             for row in one["rows"]
         ]
-        parts.append(f"**{one['what'][0].upper()}{one['what'][1:]}**. Step: {one['step']}.\n\n{heading}{''.join(lines)}")
+        what = one["what"][0].upper() + one["what"][1:]
+        parts.append(f"**{what}**. Step: {one['step']}.\n\n{heading}{''.join(lines)}")
     return "\n".join(parts)
 
 
