@@ -47,7 +47,7 @@ NAME = "scaling"
 STEPS, LOGGING_STEPS, ROUNDS, QUICK_STEPS = 50, 10, 3, 10
 TO_REACH = 1.9  # x the images of one process, by two
 EXCHANGES = 10
-LONGEST = 900  # seconds, of one measurement
+LONGEST = 600  # seconds, of one measurement
 
 # The model.
 
@@ -249,9 +249,15 @@ def start(options: argparse.Namespace, count: int, folder: Path) -> dict:
     arguments += ["--quick"] * options.quick + ["--bf16"] * options.bf16
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     command = [sys.executable, *launcher, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LONGEST)
-    if done.returncode != 0:
-        raise RunFailed(f"{count} process(es): {last_line(done.stderr)}")
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        _, said = process.communicate(timeout=LONGEST)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # which torchrun passes on to its processes
+        process.communicate()
+        raise RunFailed(f"{count} process(es): not ready after {LONGEST} seconds") from None
+    if process.returncode != 0:
+        raise RunFailed(f"{count} process(es): {last_line(said)}")
     return json.loads(found.read_text())
 
 

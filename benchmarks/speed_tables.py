@@ -25,7 +25,7 @@ from common.plots import drawing, legend_beside
 PAGES = ("docs/speed.md", "docs/scaling.md", "README.md")
 PICTURES = {"profile_steps": "speed_profile.png", "scaling": "scaling.png"}
 MARKED = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-# Of which the first row that was measured stands in the summary.
+# Of which the first row that was measured, and has something to reach, stands in the summary.
 HEADLINES = ("training_step", "sampling", "evaluation_speed", "frechet", "streaming", "scaling", "save_stall", "memory")
 SMALLEST_SHARE = 0.01  # of a step, for a kind of operations to be named
 
@@ -80,7 +80,7 @@ def summary(results: Path) -> str:
             found = read_rows(content)
             every += found
             if path.stem in HEADLINES:
-                rows += [(HEADLINES.index(path.stem), row) for row in found if row.measured][:1]
+                rows += [(HEADLINES.index(path.stem), row) for row in found if row.reached is not None][:1]
     asked = [row for row in every if row.reached is not None]
     reached = sum(row.reached for row in asked)
     missing = sum(row.measured is None for row in every)
@@ -158,7 +158,8 @@ def scaling_model(results: Path) -> str:
             f"{row['communication_share']:.1%} | {number(row['images_per_second'])} | {row['efficiency']:.0%} |\n"
             for row in one["rows"]
         ]
-        parts.append(f"**{one['what'].capitalize()}**. Step: {one['step']}.\n\n{heading}{''.join(lines)}")
+        what = one["what"][0].upper() + one["what"][1:]
+        parts.append(f"**{what}**. Step: {one['step']}.\n\n{heading}{''.join(lines)}")
     return "\n".join(parts)
 
 
@@ -194,7 +195,7 @@ def draw_profile(results: Path, path: Path) -> None:
         kind: max(one["ms_by_kind"].get(kind, 0) / one["ms_per_step"] for one in networks.values()) for kind in kinds
     }
     kinds = [kind for kind in kinds if largest[kind] >= SMALLEST_SHARE]
-    with drawing(path, panel_width=7, aspect=0.3) as (_, panels):
+    with drawing(path, panel_width=11, aspect=0.25) as (_, panels):
         axes = panels.item()
         left = [0.0] * len(networks)
         for place, kind in enumerate(kinds):
@@ -209,9 +210,9 @@ def draw_profile(results: Path, path: Path) -> None:
 
 
 def draw_scaling(results: Path, path: Path) -> None:
-    """Draw the efficiency over the number of GPUs, as modelled, beside what was measured."""
+    """Draw the efficiency over the number of GPUs, as modelled."""
     details = read(results, "scaling")["details"]
-    with drawing(path) as (_, panels):
+    with drawing(path, panel_width=11, aspect=0.4) as (_, panels):
         axes = panels.item()
         for one in details["model"]:
             counts = [row["gpus"] for row in one["rows"]]
