@@ -343,6 +343,7 @@ def test_every_option_belongs_to_an_argument_and_has_its_default():
         for name, function in registry.items():
             for argument in list(inspect.signature(function).parameters.values())[general:]:
                 arguments[f"{name}_{argument.name.rstrip('_')}"] = argument.default
+    del arguments["bound_variance_type"]  # that of the diffusion
     general = "timestep_sampler stratified loss_weighting loss input_perturbation timestep_sampler_options".split()
     assert arguments == {name: default for name, default in options.items() if name not in general}
 
