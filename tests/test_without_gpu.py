@@ -145,14 +145,14 @@ def test_a_learned_variance_waits_for_nothing(flags, step, monkeypatch):
     loss = build_loss(vars(config), build_process(config))
     loss.__dict__ = step.loss.__dict__ | loss.__dict__
     process, step.loss = loss.process, loss
-    bounds = process._log_variances()  # made once, on the host
+    bounds, method = process._log_variances(), DDPM(process, 10)  # made once, on the host
     monkeypatch.setattr(process, "_log_variances", lambda: bounds)
+    method.scheduler.alphas_cumprod = method.scheduler.alphas_cumprod.numpy()  # is looked up on the host, as it may be
     with step.mode, CUDA:
         step.unet = UNet2DModel.from_config(step.unet.config, out_channels=2)
     with step.mode:
+        step.update = Update(config, step.unet, 100, step.update.processes)
         take(step, 0)
-        method = DDPM(process, 10)
-        method.scheduler.alphas_cumprod = method.scheduler.alphas_cumprod.numpy()
         noise = StepNoise(torch.arange(4, device=CUDA), [0, 1, 2, 3], 1, (1, 8, 8))
         with torch.no_grad():
             output = network_predict(step.unet)(noise(), torch.zeros((), dtype=torch.int64, device=CUDA))

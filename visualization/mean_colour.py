@@ -16,7 +16,7 @@ from common.randomness import derive_seed, standard_normal
 from image_data.sources import load_images, splits_of
 from run_folder.config import TrainingConfig
 from run_folder.saved_model import SavedModel, find_models
-from schedulers.ddpm import ExactDDPMScheduler, prediction_of
+from schedulers.ddpm import ExactDDPMScheduler
 from schedulers.denoising import Predict, network_predict
 from visualization.dissolving import decode_images
 
@@ -62,14 +62,13 @@ def colour_errors(
     `predicted` is what the network says, `clipped` what enters a step of the sampling.
     """
     rows, errors = torch.arange(len(images), device=images.device), {"predicted": [], "clipped": []}
-    kind = prediction_of(scheduler.config.prediction_type)
+    unclipped = ExactDDPMScheduler.from_config({**scheduler.config, "clip_sample": False})
     for t in timesteps.tolist():
         noise = standard_normal(NOISE_KEY, rows, t, images.shape[1:])
         x_t = scheduler.add_noise(images, noise, torch.full_like(rows, t))
         output = predict(x_t, torch.tensor(t, device=images.device))
-        a_t = scheduler.alphas_cumprod[t].item()
         seen = {
-            "predicted": kind.x_0(output, x_t, a_t**0.5, (1 - a_t) ** 0.5),
+            "predicted": unclipped.predict_original(output, t, x_t),
             "clipped": scheduler.predict_original(output, t, x_t),
         }
         for name, original in seen.items():
