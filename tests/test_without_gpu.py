@@ -141,15 +141,15 @@ def test_a_learned_variance_waits_for_nothing(flags, step, monkeypatch):
     config = parse_config(["--dataset_name=digits", "--variance_type=learned_range", *flags])
     loss = build_loss(vars(config), build_process(config))
     loss.__dict__ = step.loss.__dict__ | loss.__dict__
-    process, step.loss = loss.process, loss
+    process = loss.process
     bounds = process._log_variances()  # made once, on the host
     monkeypatch.setattr(process, "_log_variances", lambda: bounds)
+    method = DDPM(process, 10)
+    method.scheduler.alphas_cumprod = method.scheduler.alphas_cumprod.numpy()
     with step.mode, CUDA:
         step.unet = UNet2DModel.from_config(step.unet.config, out_channels=2)
     with step.mode:
-        take(step, 0)
-        method = DDPM(process, 10)
-        method.scheduler.alphas_cumprod = method.scheduler.alphas_cumprod.numpy()
+        assert loss(step.unet, step.batch, to_device(torch.tensor([0, 1, 2, 999]), CUDA)).device == CUDA
         noise = StepNoise(torch.arange(4, device=CUDA), [0, 1, 2, 3], 1, (1, 8, 8))
         with torch.no_grad():
             output = network_predict(step.unet)(noise(), torch.zeros((), dtype=torch.int64, device=CUDA))
