@@ -1632,4 +1632,5 @@ for command, path in (
 # Those that need no process, because they are answered before any work, and before a model is looked at.
 PARSED = ("flags", "YAML", "values")
 QUICK = [case for case in CASES if case.family.split(",")[0] in PARSED and "workers" not in case.command][::7]
-QUICK = [case for case in QUICK if "--guidance_scale=2" not in case.command]
+OF_A_MODEL = ("--guidance_scale=2", "--num_inference_steps=2000", "--ema_length=0.05", "--ema_length 0.05 0.1")
+QUICK = [case for case in QUICK if not any(flags in case.command for flags in OF_A_MODEL)]

@@ -331,7 +331,8 @@ class TwoMilestones(Milestones):
         self.config = SimpleNamespace(checkpointing_steps=1000, overwrite=False)
         self.image_steps, self.model_steps, self.folder = 7, None, SimpleNamespace(path="run")
         self.saved = []
-        self.writer = SimpleNamespace(save=lambda state: self.saved.append(state.step), finish=lambda state: None)
+        self.writer = SimpleNamespace(finish=lambda state: None)
+        self.writer.save = lambda state, with_snapshot: self.saved.append(state.step)
         tracking = SimpleNamespace(
             paused=nullcontext, clock=SimpleNamespace(train_seconds=1.0), log_timesteps=lambda state: None
         )
@@ -349,7 +350,8 @@ def two_states() -> list[SimpleNamespace]:
     networks, averages = ([torch.nn.Linear(3, 3) for _ in range(2)] for _ in range(2))
     for pair in (networks, averages):
         pair[1].load_state_dict(pair[0].state_dict())
-    updates = [SimpleNamespace(ema=SimpleNamespace(ema_model=average)) for average in averages]
+    averages = [SimpleNamespace(ema_model=average) for average in averages]
+    updates = [SimpleNamespace(ema=average, averages=[average]) for average in averages]
     loss = SimpleNamespace(sampler=SimpleNamespace(describe=dict))
     return [
         SimpleNamespace(step=7, unet=network, update=update, loss=loss)
