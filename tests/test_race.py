@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from benchmarks import ablations
+from benchmarks.attribution import Mixed, name_of
 from benchmarks.race import __main__ as race_command
 from benchmarks.race import measure, plan, record, report
 from benchmarks.race import train as training
@@ -19,6 +21,7 @@ from benchmarks.race.analysis import Curve, compare, exponent, falling, interval
 from benchmarks.race.plan import Entry, GeometricTimes, read_race
 from common import interruption
 from common.errors import RunFailed, UserError
+from schedulers.ddpm import build_scheduler
 
 
 def power_law(scale: float, a: float = 0.5, times: tuple[float, ...] = (10, 20, 40, 80, 160)) -> Curve:
@@ -445,3 +448,30 @@ def test_the_page_of_the_ablations_has_what_was_measured(tmp_path, monkeypatch):
     shown = ablations.with_table(page)
     assert shown.count("123.5") == 1  # at the end
     assert "| mean | L, fixed variance | 13.22 |" in shown.partition("123.5")[0].splitlines()[-1]
+
+
+# Which noise levels one network is better at.
+
+
+class Says(torch.nn.Module):
+    def __init__(self, number: float):
+        super().__init__()
+        self.number = number
+
+    def forward(self, sample: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(sample, self.number)
+
+
+def test_another_network_takes_over_in_its_band_alone():
+    log_snr = build_scheduler().alphas_cumprod.logit()
+    inside = (log_snr >= 0) & (log_snr < 2)
+    mixed = Mixed(Says(1.0), Says(2.0), inside)
+    said = torch.cat([mixed(torch.zeros(1), torch.full((3,), t)) for t in range(len(log_snr))])
+    assert torch.equal(said == 2, inside)
+    assert 50 < inside.sum() < 200
+
+
+def test_bands_are_named_by_their_edges():
+    infinity = float("inf")
+    bands = [(-infinity, -infinity), (-infinity, infinity), (-infinity, -3.5), (0.0, 2.0), (4.0, infinity)]
+    assert [name_of(band) for band in bands] == ["none", "all", "below -3.5", "0 to 2", "from 4"]
