@@ -25,7 +25,7 @@ from common.plots import drawing, legend_beside
 PAGES = ("docs/speed.md", "docs/scaling.md", "README.md")
 PICTURES = {"profile_steps": "speed_profile.png", "scaling": "scaling.png"}
 MARKED = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-# Of which the first row that was measured, and has something to reach, stands in the summary.
+# Of which the first row that was measured beside another, and has something to reach, stands in the summary.
 HEADLINES = ("training_step", "sampling", "evaluation_speed", "frechet", "streaming", "scaling", "save_stall", "memory")
 SMALLEST_SHARE = 0.01  # of a step, for a kind of operations to be named
 
@@ -80,7 +80,7 @@ def summary(results: Path) -> str:
             found = read_rows(content)
             every += found
             if path.stem in HEADLINES:
-                rows += [(HEADLINES.index(path.stem), row) for row in found if row.reached is not None][:1]
+                rows += [(HEADLINES.index(path.stem), row) for row in found if row.peer and row.reached is not None][:1]
     asked = [row for row in every if row.reached is not None]
     reached = sum(row.reached for row in asked)
     missing = sum(row.measured is None for row in every)
