@@ -87,7 +87,7 @@ def start(way: str, case: Case, network: Path, data: Path, example: Path | None)
     flags = flags_of_training(case, network, data, place / "run")
     if way == EXAMPLE_SCRIPT:
         return Worker(way, STEPPING, [example, *flags, f"--cache_dir={network.parent / 'datasets'}"], log)
-    flags += [f"--logging_steps={LOGGING_STEPS}", f"--save_images_steps={NEVER}", f"--cache_dir={data.parent}"]
+    flags += [f"--logging_steps={LOGGING_STEPS}", f"--save_images_steps={NEVER}", f"--cache_dir={network.parent}"]
     flags += ["--compile"] * (way in (COMPILED, BF16)) + ["--mixed_precision=bf16"] * (way == BF16)
     return Worker(way, STEPPING, [ROOT / "train_unconditional.py", *flags], log)
 

@@ -192,7 +192,7 @@ def _load_image_folder(options: DataOptions, split: str) -> "DatasetDict":
     if not patterns:
         raise UserError(f"--train_data_dir {folder}: there are no images in this folder ({path})")
     try:
-        return datasets.load_dataset("imagefolder", data_files=patterns, cache_dir=options.cache_dir)
+        return datasets.load_dataset("imagefolder", data_files=patterns, cache_dir=_cache_of_datasets(options))
     except Exception as error:
         tables = [Path(each, name) for part in folders.values() for each in part for name in TABLES]
         there = ", ".join(printable(str(table)) for table in tables if table.exists())
@@ -268,7 +268,7 @@ def _load_local_folder(options: DataOptions, split: str) -> "dict[str, Dataset] 
             return {split: datasets.load_from_disk(path)}
         if Path(path, datasets.config.DATASETDICT_JSON_FILENAME).exists():
             return datasets.load_from_disk(path)
-        loaded = datasets.load_dataset(path, options.dataset_config_name, cache_dir=options.cache_dir)
+        loaded = datasets.load_dataset(path, options.dataset_config_name, cache_dir=_cache_of_datasets(options))
     except datasets.data_files.EmptyDatasetError as error:
         raise UserError(f"--dataset_name {options.dataset_name}: there are no data in this folder ({path})") from error
     except Exception as error:
@@ -298,12 +298,17 @@ def _load_from_hub(options: DataOptions) -> "DatasetDict":
 
     name = options.dataset_name
     try:
-        return datasets.load_dataset(name, options.dataset_config_name, cache_dir=options.cache_dir)
+        return datasets.load_dataset(name, options.dataset_config_name, cache_dir=_cache_of_datasets(options))
     except Exception as error:
         raise UserError(
             f"--dataset_name {name} is neither a local folder ({Path(name).resolve()} does not exist) "
             f"nor could it be loaded from the Hub ({reason_of_hub(error)})"
         ) from error
+
+
+def _cache_of_datasets(options: DataOptions) -> str | None:
+    """Return where `datasets` keeps what it makes; in a folder named after the data it would mix with them."""
+    return options.cache_dir and str(Path(options.cache_dir).expanduser() / "datasets")
 
 
 def _root_cause(error: BaseException) -> str:

@@ -40,7 +40,7 @@ def image_folder(path, count=12, **options):
 @pytest.fixture
 def load(tmp_path):
     def load(*args, split="train", **options):
-        return load_images(DataOptions(*args, cache_dir=str(tmp_path / "datasets"), **options), split)
+        return load_images(DataOptions(*args, **{"cache_dir": str(tmp_path / "datasets"), **options}), split)
 
     return load
 

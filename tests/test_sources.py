@@ -124,6 +124,13 @@ def test_parquet_written_without_datasets(load, tmp_path):
     assert load(str(tmp_path / "pictures")).read(2) == png(2)
 
 
+def test_a_cache_in_the_folder_that_holds_the_data(load, tmp_path):
+    parquet(tmp_path / "pictures")
+    for _ in range(2):
+        assert len(load(str(tmp_path / "pictures"), cache_dir=str(tmp_path))) == 5
+        assert [file.name for file in (tmp_path / "pictures").iterdir()] == ["train-00000-of-00001.parquet"]
+
+
 def test_what_save_to_disk_wrote(load, tmp_path):
     dataset = parquet(tmp_path / "pictures")
     dataset.save_to_disk(str(tmp_path / "one"))
@@ -145,7 +152,7 @@ def test_the_hub(load, monkeypatch, tmp_path):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     source = load("uoft-cs/cifar10", "plain_text")
-    assert asked == [(("uoft-cs/cifar10", "plain_text"), {"cache_dir": str(tmp_path / "datasets")})]
+    assert asked == [(("uoft-cs/cifar10", "plain_text"), {"cache_dir": str(tmp_path / "datasets" / "datasets")})]
     assert source.describe(0) == "row 0 of uoft-cs/cifar10[train]"
 
 
