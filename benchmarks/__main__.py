@@ -84,7 +84,7 @@ def main() -> None:
                 write_result(name, Result([Row(name, skipped=f"it failed: {reason}")]), output_dir)
             print(f"   {time.perf_counter() - start:.0f} s\n", flush=True)
         if not options.quick:  # figures of the smallest sizes belong on no page
-            subprocess.run([sys.executable, "-m", "benchmarks.speed_tables"], cwd=ROOT, check=True)
+            subprocess.run([sys.executable, "-m", "benchmarks.tables"], cwd=ROOT, check=True)
     if failed:
         raise RunFailed(f"{', '.join(failed)} failed; the others went on")
 

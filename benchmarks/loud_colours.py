@@ -2,7 +2,7 @@
 """Measure how loud the colours of short runs are, and what helps.
 
     python -m benchmarks.loud_colours digits --steps 300
-    python -m benchmarks.loud_colours cifar10_16 --steps 500
+    python -m benchmarks.loud_colours cifar10_16 --steps 300
 
 The number is the variance of the mean colours of generated images over that of the training images: 1 is right, more is
 loud. Trainings differ in one option each; averages of the weights and sampling methods are tried on the first of them.
@@ -96,7 +96,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for rows in measure(arguments.data, arguments.steps, arguments.images):
-        results[arguments.data] = {"steps": arguments.steps, "images": arguments.images, "rows": rows}
+        results[f"{arguments.data}, {arguments.steps:,} steps"] = {"images": arguments.images, "rows": rows}
         write_atomically(RESULTS, json.dumps(results, indent=1) + "\n")
         print(rows[-1], flush=True)
 

@@ -1,7 +1,7 @@
 """What the benchmarks share: ways measured in turns, ratios with their spread, the machine, and the files of results.
 
 A result is a JSON file in benchmarks/results: the machine, the versions, what was measured, and rows of a table, each
-with the figure that was to be reached. `python -m benchmarks.speed_tables` writes them into the documentation.
+with the figure that was to be reached. `python -m benchmarks.tables` writes them into the documentation.
 """
 
 from __future__ import annotations

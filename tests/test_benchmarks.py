@@ -12,14 +12,14 @@ import torch
 from conftest import ROOT
 
 from benchmarks import __main__ as suite
-from benchmarks import scaling, speed_tables
+from benchmarks import scaling, tables
 from benchmarks.frechet import by_scipy
 from benchmarks.measuring import Result, Row, Spread, Worker, in_turns, ratios, read_rows, write_result
 from benchmarks.profile_steps import NOTHING, kind_of, own_times, summarise
 from common.errors import RunFailed
 from evaluation.metrics import Moments
 
-MODULES = ["benchmarks.__main__", "benchmarks.speed_tables", *(f"benchmarks.{name}" for name in suite.BENCHMARKS)]
+MODULES = ["benchmarks.__main__", "benchmarks.tables", *(f"benchmarks.{name}" for name in suite.BENCHMARKS)]
 
 
 # Ratios.
@@ -209,13 +209,13 @@ def test_rows_come_back_as_they_were_written(results):
 
 
 def test_tables_stand_between_their_marks(results):
-    names = ["training_step", *speed_tables.OWN]
+    names = ["training_step", *tables.OWN]
     page = "before\n" + "".join(f"<!-- benchmarks: {name} -->\nold\n<!-- end -->\n" for name in names) + "after\n"
-    text = speed_tables.filled(page, results)
+    text = tables.filled(page, results)
     assert "old" not in text
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    assert speed_tables.filled(text, results) == text
+    assert tables.filled(text, results) == text
     assert "| a step | 120 images/s | example: 100 images/s | 1.20 x (1.10 to 1.30) | at least 1.08 x | yes |" in text
     assert "| a slow thing | 9 s |  | 9.00 s | at most 5.00 s | **no** |" in text
     assert "| a thing without its peer | not measured: it is not here | | | | |" in text
@@ -227,23 +227,29 @@ def test_tables_stand_between_their_marks(results):
 def test_a_benchmark_that_failed_leaves_its_reason(results):
     write_result("scaling", Result([Row("scaling", skipped="it failed: no room")]), results)
     page = "<!-- benchmarks: scaling_model -->\n<!-- end -->"
-    assert "| scaling | not measured: it failed: no room |" in speed_tables.filled(page, results)
+    assert "| scaling | not measured: it failed: no room |" in tables.filled(page, results)
     (results / "scaling.json").unlink()
-    assert "`python -m benchmarks.scaling` has not been run" in speed_tables.filled(page, results)
+    assert "`python -m benchmarks.scaling` has not been run" in tables.filled(page, results)
     scaling.write([], results)  # and the next one begins anew
     assert json.loads((results / "scaling.json").read_text())["details"]["measured"] == []
 
 
+def test_the_tables_of_the_documentation_are_those_of_the_results():
+    for page in tables.PAGES:
+        text = (ROOT / page).read_text()
+        assert tables.filled(text, tables.RESULTS) == text, f"{page}: python -m benchmarks.tables"
+
+
 def test_pictures(results, tmp_path):
-    speed_tables.draw_profile(results, tmp_path / "profile.png")
-    speed_tables.draw_scaling(results, tmp_path / "scaling.png")
+    tables.draw_profile(results, tmp_path / "profile.png")
+    tables.draw_scaling(results, tmp_path / "scaling.png")
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("profile.png", "scaling.png"))
 
 
 def test_every_table_of_the_pages_has_a_source():
-    for page in speed_tables.PAGES:
-        marks = [match[2] for match in speed_tables.MARKED.finditer((ROOT / page).read_text())]
-        assert set(marks) <= {*speed_tables.OWN, *suite.BENCHMARKS}
+    for page in tables.PAGES:
+        marks = [match[2] for match in tables.MARKED.finditer((ROOT / page).read_text())]
+        assert set(marks) <= {*tables.OWN, *suite.BENCHMARKS}
         assert len(marks) == len(set(marks))
         if page == "docs/speed.md":
             assert set(suite.BENCHMARKS) - {"profile_steps"} <= set(marks)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import ablations
+from benchmarks import training_tables
 from benchmarks.attribution import Mixed, name_of
 from benchmarks.race import __main__ as race_command
 from benchmarks.race import measure, plan, record, report
@@ -433,19 +433,16 @@ def test_the_page_s_own_race_runs(write_race, run, tmp_path, monkeypatch):
     assert density[0] / density[99] == pytest.approx(10)  # (1 + t)^-0.5, as the race's file has it
 
 
-def test_the_page_of_the_ablations_has_what_was_measured(tmp_path, monkeypatch):
-    page = ablations.PAGE.read_text()
-    assert ablations.with_table(page) == page
-    for name in ablations.RACES.values():
-        assert (
-            read_race(ablations.ROOT / "benchmarks" / "races" / f"{name}.yaml").methods.keys() == ablations.ROWS.keys()
-        )
+def test_the_table_of_the_ablations_has_what_was_measured(tmp_path, monkeypatch):
+    for name in training_tables.ABLATIONS.values():
+        race = read_race(plan.ROOT / "benchmarks" / "races" / f"{name}.yaml")
+        assert race.methods.keys() == training_tables.OBJECTIVES.keys()
     monkeypatch.setattr(plan, "RESULTS", tmp_path)
-    race = read_race(ablations.ROOT / "benchmarks" / "races" / "ablations_16.yaml")
+    race = read_race(plan.ROOT / "benchmarks" / "races" / "ablations_16.yaml")
     points = [{"time": time, "DDPM-100@1000": {"fid": fid}} for time, fid in ((1000, 5.0), (2000, 123.45))]
     race.results.mkdir(parents=True)
     race.result_file(Entry("mean_L", 0)).write_text(json.dumps({"method": "mean_L", "seed": 0, "points": points}))
-    shown = ablations.with_table(page)
+    shown = training_tables.ablations(tmp_path)
     assert shown.count("123.5") == 1  # at the end
     assert "| mean | L, fixed variance | 13.22 |" in shown.partition("123.5")[0].splitlines()[-1]
 

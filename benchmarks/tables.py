@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Write the tables and pictures of docs/speed.md and docs/scaling.md, and those of the README, from the results.
+"""Write the tables of the documentation, and the pictures of docs/speed.md and docs/scaling.md, from the results.
 
-    python -m benchmarks.speed_tables
+    python -m benchmarks.tables
 
 A table stands between `<!-- benchmarks: NAME -->` and `<!-- end -->`, and only what is between them is written. NAME is
-a file of benchmarks/results, or one of `summary`, `machine`, `profile`, `scaling_measured` and `scaling_model`.
+a file of benchmarks/results, or a table of its own: those of speed are below, those of trainings in training_tables.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.measuring import RESULTS, ROOT, Row, Spread, read_rows
+from benchmarks.training_tables import TABLES
 from common.errors import run_script
 from common.files import write_atomically
 from common.plots import drawing, legend_beside
 
-PAGES = ("docs/speed.md", "docs/scaling.md", "README.md")
+PAGES = (
+    *("docs/speed.md", "docs/scaling.md", "README.md"),
+    *("docs/ablations.md", "docs/adaptive.md", "docs/ema.md", "docs/recipes.md"),
+)
 PICTURES = {"profile_steps": "speed_profile.png", "scaling": "scaling.png"}
 MARKED = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # Of which the first row that was measured beside another, and has something to reach, stands in the summary.
@@ -169,6 +173,7 @@ OWN: dict[str, Callable[[Path], str]] = {
     "profile": profile,
     "scaling_measured": scaling_measured,
     "scaling_model": scaling_model,
+    **TABLES,
 }
 
 # Whose result each is made of: if that benchmark failed, its reason stands in the place of the table.

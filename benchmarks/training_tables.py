@@ -1,0 +1,146 @@
+"""The tables of the documentation that are about trainings: races, ablations, moving averages and loud colours.
+
+`python -m benchmarks.tables` writes them between their marks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.measuring import ROOT
+from benchmarks.race.plan import Measurement, Race, read_race
+from benchmarks.race.report import Table, as_table, cell_of, spread
+
+ABLATIONS = {"digits": "ablations_digits", "CIFAR-10, 16x16": "ablations_16"}
+# What each method of these races is, and the FID of the paper's CIFAR-10; a dash where its training was unstable.
+NOT_IN_PAPER = "not in the paper"
+OBJECTIVES = {
+    "mean_L_learned": ("mean", "L, learned variance", "23.69"),
+    "mean_L": ("mean", "L, fixed variance", "13.22"),
+    "mean_simple": ("mean", "squared error", "-"),
+    "epsilon_L_learned": ("epsilon", "L, learned variance", "-"),
+    "epsilon_L": ("epsilon", "L, fixed variance", "13.51"),
+    "epsilon_simple": ("epsilon", "squared error (L_simple)", "3.17"),
+    "epsilon_hybrid": ("epsilon", "L_hybrid, learned range", NOT_IN_PAPER),
+    "epsilon_L_resampled": ("epsilon", "L, learned range, resampled", NOT_IN_PAPER),
+}
+RACES = ("cifar10_16_screen", "cifar10_16_field", "animals_16")  # each has a table of its own, `race_<name>`
+
+
+def read(results: Path, name: str) -> dict:
+    """Read what a benchmark has written, or nothing."""
+    path = results / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def lines(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(as_table(head, rows)) + "\n"
+
+
+# Races.
+
+
+def tables_of(results: Path, name: str) -> Iterator[tuple[Race, Measurement, Table]]:
+    """Yield what a race has measured so far, in each way that it measures."""
+    race = read_race(ROOT / "benchmarks" / "races" / f"{name}.yaml")
+    found = [run for entry in race.entries if (run := read(results / "race" / name, entry.name))]
+    for measurement in race.measurements:
+        yield race, measurement, Table.read(race, measurement, found)
+
+
+def race_table(results: Path, name: str) -> str:
+    """Return FID over time, and KID, recall and the time to the baseline's FID at the end; the best FID first."""
+    race, _, table = next(tables_of(results, name))
+    end, speeds = race.time(1.0), table.speeds(1.0)
+    times = [time for time in table.times(race.baseline) if time <= end] if race.baseline in table.points else []
+    finished = [method for method in table.points if table.values(method, end)]
+    rows = []
+    for method in sorted(finished, key=lambda one: table.mean(one, end)):
+        fids = [list(table.values(method, time).values()) for time in times]
+        kid, recalls = (list(table.values(method, end, metric).values()) for metric in ("kid", "recall"))
+        speed = "1" if method == race.baseline else cell_of(speeds[method]) if method in speeds else ""
+        cells = [spread(one) if one else "" for one in (*fids, [1000 * value for value in kid])]
+        rows.append([f"`{method}`", str(len(recalls)), *cells, f"{fmean(recalls):.2f}", speed])
+    columns = [f"FID after {time:,.0f}" if time == times[0] else f"{time:,.0f}" for time in times]
+    head = ["method", "seeds", *columns, "KID x 1000", "recall", f"{race.unit} to the last FID of {race.baseline}"]
+    return lines(head, rows)
+
+
+def ablations(results: Path) -> str:
+    """Return the FID at the end of the races over Table 2 of Ho et al. 2020, beside the paper's."""
+    tables = {
+        f"{data}, {measurement.name}": (race.time(1.0), table)
+        for data, name in ABLATIONS.items()
+        for race, measurement, table in tables_of(results, name)
+    }
+    rows = []
+    for method, known in OBJECTIVES.items():
+        fids = [table.mean(method, end) if table.values(method, end) else None for end, table in tables.values()]
+        rows.append([*known, *("" if fid is None else f"{fid:.1f}" for fid in fids)])
+    return lines(["predicted", "objective", "Ho et al., CIFAR-10", *tables], rows)
+
+
+# Short runs.
+
+
+def ema_reconstruction(results: Path) -> str:
+    """Return how far reconstructed averages are from those that were tracked."""
+    found = read(results, "ema_length")
+    by_length: dict[float, list[str]] = {}
+    for run in found.values():
+        for one in run["reconstruction"]:
+            unmet, error = one["profile_unmet"], one["error_over_distance_to_raw"]
+            by_length.setdefault(one["length"], []).extend([f"{unmet:.1%}", f"{error:.1%}"])
+    head = ["length", *(f"{data}: {what}" for data in found for what in ("profile unmet", "distance"))]
+    return lines(head, [[f"{length:g}", *cells] for length, cells in sorted(by_length.items())])
+
+
+def ema_averages(results: Path) -> str:
+    """Return FID, KID and how loud the colours are with every average of the weights, for each run."""
+    metrics = {"FID": _fid, "KID x 1000": _kid, "variance of colours": _variance}
+    return _rows_by_run(read(results, "ema_length"), ("average", "value"), metrics)
+
+
+def loud_colours(results: Path) -> str:
+    """Return how much the mean colours of generated images vary, over how much the data's do."""
+    return _rows_by_run(read(results, "loud_colours"), ("what", "option", "sampler"), {"": _variance})
+
+
+def _fid(row: dict) -> str:
+    return f"{row['fid']:.1f}"
+
+
+def _kid(row: dict) -> str:
+    return f"{1000 * row['kid']:.1f}"
+
+
+def _variance(row: dict) -> str:
+    return f"{row['colour_variance']:.2f}"
+
+
+def _rows_by_run(found: dict, names: tuple[str, ...], metrics: dict[str, Callable[[dict], str]]) -> str:
+    """Return a table with a row for what has the same names in all runs, and the columns of each run beside it."""
+    cells: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for run, of_run in found.items():
+        for row in of_run["rows"]:
+            key = tuple("" if row[name] is None else str(row[name]) for name in names)
+            cells.setdefault(key, {})[run] = [write(row) for write in metrics.values()]
+    head = [*names, *(f"{run}: {metric}".removesuffix(": ") for run in found for metric in metrics)]
+    rows = [
+        [*key, *(cell for run in found for cell in by_run.get(run, [""] * len(metrics)))]
+        for key, by_run in cells.items()
+    ]
+    return lines(head, rows)
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    **{f"race_{name}": partial(race_table, name=name) for name in RACES},
+    "ablations": ablations,
+    "ema_reconstruction": ema_reconstruction,
+    "ema_averages": ema_averages,
+    "loud_colours": loud_colours,
+}
