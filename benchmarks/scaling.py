@@ -20,7 +20,9 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -261,6 +263,16 @@ def start(options: argparse.Namespace, count: int, folder: Path) -> dict:
     return json.loads(found.read_text())
 
 
+def start_apart(options: argparse.Namespace, folder: Path) -> float:
+    """Start two trainings at once that know nothing of each other, and return their images a second in all."""
+    folders = [folder / name for name in ("one", "other")]
+    for each in folders:
+        each.mkdir(exist_ok=True)
+    with ThreadPoolExecutor(len(folders)) as pool:
+        found = pool.map(partial(start, options, 1), folders)
+    return sum(one["images_per_second"][0] for one in found)
+
+
 def merged(before: list[dict], new: list[dict]) -> list[dict]:
     """Add to the list of earlier measurements, and replace those of the same kind."""
 
@@ -313,13 +325,25 @@ def predicted(measured: list[dict]) -> dict[str, float]:
     }
 
 
-def write(measured: list[dict], output_dir: Path) -> None:
+def row_of_apart(apart: list[float], measured: list[dict]) -> list[Row]:
+    """Compare two trainings that exchange nothing with one: more than this the machine does not allow."""
+    alone = [one for one in measured if (one["processes"], one["device"], one["network"]) == (1, "CPU", "small")]
+    if not apart or not alone:
+        return []
+    rates = alone[0]["images_per_second"]
+    here, peer = f"{median(apart):,.0f} images/s", f"one process: {median(rates):,.0f} images/s"
+    return [Row("2 trainings at once that exchange nothing, 1 thread each", here, peer, ratios(apart, rates))]
+
+
+def write(measured: list[dict], output_dir: Path, apart: list[float] | None = None) -> None:
     """Add measurements to the file, and the model as it follows from all of them."""
     file = output_dir / f"{NAME}.json"
-    before = json.loads(file.read_text())["details"].get("measured", []) if file.exists() else []
-    everything = merged(before, measured)
+    before = json.loads(file.read_text())["details"] if file.exists() else {}
+    everything = merged(before.get("measured", []), measured)
+    apart = apart or before.get("apart_images_per_second", [])
     details = {
         "measured": everything,
+        "apart_images_per_second": apart,
         "predicted": predicted(everything),
         "gradient_bytes": paper_gradient_bytes(),
         "assumptions": {
@@ -330,7 +354,7 @@ def write(measured: list[dict], output_dir: Path) -> None:
         },
         "model": modelled(everything),
     }
-    write_result(NAME, Result(rows_of(everything), details), output_dir)
+    write_result(NAME, Result(rows_of(everything) + row_of_apart(apart, everything), details), output_dir)
 
 
 def parse() -> argparse.Namespace:
@@ -368,6 +392,7 @@ def main() -> None:
             shutil.rmtree(options.work_dir / f"{count}", ignore_errors=True)
         return
     together: dict[int, dict] = {}
+    apart: list[float] = []
     with TemporaryDirectory(prefix="benchmark-") as folder:
         for _ in range(1 if options.quick else options.rounds):
             for count in (1, 2):
@@ -377,9 +402,10 @@ def main() -> None:
                         together[count][name] += found[name]
                 else:
                     together[count] = found
+            apart.append(start_apart(options, Path(folder)))
     if usable_cores() < 2:
         print("This machine has one core: two processes share it, and the figures say nothing about scaling")
-    write(list(together.values()), options.output_dir)
+    write(list(together.values()), options.output_dir, apart)
 
 
 if __name__ == "__main__":
