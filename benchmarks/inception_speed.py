@@ -5,6 +5,7 @@
 
 Measured in turns on the same batch, already resized: the published TorchScript as it is loaded, and the network of
 evaluate.py as it is, compiled, and in bf16. The ratios are medians over the rounds; the features of all are compared.
+A product of large matrices shows how many operations a second the machine can do at best.
 """
 
 import argparse
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from common.files import default_cache_dir, sha256, write_atomically  # noqa: E402
 from common.machine import usable_cores  # noqa: E402
@@ -27,6 +29,14 @@ from evaluation.inception import SIZE, TORCH_FIDELITY, build, converted, find_so
 BATCH_SIZE = 50
 ROUNDS = 9
 WARM_UP = 2
+SIDE = 4096  # of the matrices
+
+
+def operations_of(compute: Callable[[], torch.Tensor]) -> int:
+    """Count the multiplications and additions of what is computed."""
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        compute()
+    return counter.get_total_flops()
 
 
 def main() -> None:
@@ -52,6 +62,9 @@ def main() -> None:
         "evaluate.py, compiled": lambda: compiled(channels_last)["features"],
         "evaluate.py, bf16": in_bf16,
     }
+    matrix = torch.rand(SIDE, SIDE)
+    ways["matrix product"] = lambda: matrix @ matrix
+    operations = {way: operations_of(ways[way]) for way in ("evaluate.py", "matrix product")}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     features, first = {}, {}
     with torch.inference_mode():
@@ -63,6 +76,8 @@ def main() -> None:
                 first.setdefault(way, spent)
                 if turn >= WARM_UP:
                     seconds[way].append(spent)
+    rates = {way: count / statistics.median(seconds[way]) / 1e9 for way, count in operations.items()}
+    del seconds["matrix product"], features["matrix product"], first["matrix product"]
     exact = features["TorchScript"]
     result = {
         "batch_size": BATCH_SIZE,
@@ -71,6 +86,7 @@ def main() -> None:
             way: statistics.median(script / own for script, own in zip(seconds["TorchScript"], spent, strict=True))
             for way, spent in seconds.items()
         },
+        "billion_operations_per_second": rates,
         "seconds_of_the_first_batch": first,
         "difference_of_features": {
             way: ((values - exact).norm() / exact.norm()).item() for way, values in features.items()

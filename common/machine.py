@@ -127,6 +127,16 @@ def free_memory(device: torch.device) -> int:
     return free if limit == resource.RLIM_INFINITY else min(free, limit - psutil.Process().memory_info().vms)
 
 
+def multiplies_bf16(device: torch.device) -> bool:
+    """Tell whether a GPU or an x86 processor has instructions for bf16; without them it is slower than float32."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    known = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return known.get("architecture") != "x86_64" or known["avx512_bf16"] or known["amx_bf16"]
+
+
 def peak_memory(action: Callable[[], object], device: torch.device) -> int:
     """Return the most bytes that an action takes at any time, beyond what is taken already."""
     import torch

@@ -344,6 +344,14 @@ def test_fp16_needs_a_device_that_has_it(train, tmp_path):
             train(tmp_path / "run", "--mixed_precision=fp16")
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_bf16_that_is_emulated_is_announced(train, tmp_path, monkeypatch, capsys, known):
+    capabilities = {**torch.cpu.get_capabilities(), "architecture": "x86_64", "amx_bf16": False, "avx512_bf16": known}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    train(tmp_path / "run", "--mixed_precision=bf16", "--max_train_steps=1")
+    assert ("cpu has no instructions for bf16: it will be slower" in capsys.readouterr().err) == (not known)
+
+
 def test_the_gradient_scaler_of_fp16(train, tmp_path, monkeypatch):
     """The scaler itself works on a CPU too; its scale is saved."""
     import common.processes

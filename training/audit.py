@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.machine import multiplies_bf16
 from run_folder.config import PAPER_BATCH_SIZE, TimestepOptions, TrainingConfig, as_yaml
 from schedulers.betas import NAMES_OF_DIFFUSERS
 from schedulers.ddpm import LEARNED_VARIANCES, ExactDDPMScheduler
@@ -177,6 +178,8 @@ def announce(run: Run) -> None:
         )
     if config.mixed_precision == "fp16" and config.resolution <= 32:
         logger.warning("fp16 is known to give NaN on small images such as CIFAR-10; bf16 or no is safer")
+    if run.processes.accelerator.mixed_precision == "bf16" and not multiplies_bf16(run.processes.device):
+        logger.warning(f"{run.processes.device} has no instructions for bf16: it will be slower than float32")
     if ema is None:
         logger.warning(
             "Without the moving average samples are much worse (FID 12.1 against 3.2 with the original's weights)"
