@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOCK_FILE = ".lock"
+LOCK_FILE, TURN_FILE = ".lock", ".turn.lock"
 CHECKSUM = "checksum"  # in the metadata of what `save_safetensors` writes
 MOST_LAYERS = 1000
 _locks: dict[Path, IO] = {}
@@ -197,6 +197,28 @@ def lock(path: Path, flag: str = "--output_dir") -> None:
             f"{flag} {path}: another run is writing there at this moment; wait for it or choose another folder"
         ) from error
     _locks[path.resolve()] = file
+
+
+@contextlib.contextmanager
+def in_turn(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in here for this folder: for a file that is read, changed and written back.
+
+    It is apart from `lock`, which a training holds while others measure its run. Nothing is left in the folder.
+    """
+    path, is_ours = folder / TURN_FILE, False
+    while not is_ours:
+        with path.open("a") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX)
+            except OSError as error:
+                logger.warning("%s cannot be locked (%s): make sure that nobody else writes", folder, error.strerror)
+            with contextlib.suppress(FileNotFoundError):  # who was here before has removed the file that we waited for
+                is_ours = os.path.samefile(path, file.fileno())
+            if is_ours:
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
 
 
 def unlock(path: Path) -> None:

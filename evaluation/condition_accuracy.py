@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from common.errors import UserError
-from common.files import write_atomically
+from common.files import in_turn, write_atomically
 from common.processes import Processes
 from evaluation.classifier import Classifier, load_classifier
 from evaluation.features import Features
@@ -161,14 +161,13 @@ def add_classes(output_dir: Path, measured: Measured, classes: list[dict[str, ob
     """Put the rows of a measurement into the table of classes, in place of earlier ones of the same."""
     path = output_dir / "evaluation_per_class.csv"
     keys = {name: "" if value is None else str(value) for name, value in asdict(measured).items()}
-    rows: list[dict[str, object]] = []
-    if path.exists():
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = [row for row in csv.DictReader(file) if any(row[name] != keys[name] for name in KEYS)]
-    rows += [{**keys, **row} for row in classes]
-    write_atomically(
-        path, as_csv([*KEYS, "class", "metric", "value", "samples", "real_images", "condition_accuracy"], rows)
-    )
+    columns = [*KEYS, "class", "metric", "value", "samples", "real_images", "condition_accuracy"]
+    with in_turn(output_dir):
+        rows: list[dict[str, object]] = []
+        if path.exists():
+            with path.open(encoding="utf-8", newline="") as file:
+                rows = [row for row in csv.DictReader(file) if any(row[name] != keys[name] for name in KEYS)]
+        write_atomically(path, as_csv(columns, [*rows, *({**keys, **row} for row in classes)]))
 
 
 def describe_classes(classes: list[dict[str, object]]) -> str:

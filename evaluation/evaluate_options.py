@@ -86,7 +86,7 @@ class RunOptions:
         "For a run with --ema power: measure moving averages of these lengths instead, sigma_rel of EDM2, such as 0.02 "
         "0.05 0.1, and draw the metrics over the length.",
         EMA_LENGTH,
-        not_with="weights=raw watch",
+        not_with="weights=raw watch keep_best",  # a length of the average is no checkpoint that could be kept
     )
     batch_size: int | None = option(
         None,

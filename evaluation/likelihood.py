@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from common.errors import UserError, user_errors
-from common.files import write_atomically
+from common.files import in_turn, write_atomically
 from common.machine import default_num_workers, fits_in_memory, to_device
 from common.plots import COLOURS, drawing
 from common.processes import Processes
@@ -339,8 +339,9 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 def add_rows(path: Path, rows: list[dict[str, object]]) -> None:
     """Put rows into the table, in place of earlier ones of the same."""
     new = {tuple(str(row[name]) for name in IDENTITY) for row in rows}
-    kept = [row for row in read_rows(path) if tuple(row[name] for name in IDENTITY) not in new]
-    write_atomically(path, as_csv(COLUMNS, [*kept, *rows]))
+    with in_turn(path.parent):
+        kept = [row for row in read_rows(path) if tuple(row[name] for name in IDENTITY) not in new]
+        write_atomically(path, as_csv(COLUMNS, [*kept, *rows]))
 
 
 def _cell(text: str) -> str:
@@ -354,15 +355,20 @@ def _cell(text: str) -> str:
 def draw(path: Path, curves: dict[str, tuple[Bound, torch.Tensor]]) -> None:
     """Draw what an image looks like by the bits that are there (the paper's Figure 5), and the bits of every step.
 
-    A split has a colour and a variance a kind of line, since the curves of the two variances nearly coincide.
+    A split has a colour and a variance a kind of line: since their curves nearly coincide, one is a wide band, on which
+    the others are broken in different ways.
     """
+    looks = {
+        "fixed_large": {"alpha": 0.45, "linewidth": 3.5},
+        "fixed_small": {"linestyle": (0, (3, 3))},
+        "learned": {"linestyle": ":"},
+        "learned_range": {"linestyle": "-."},
+    }
     splits = list(dict.fromkeys(name.rpartition(", ")[0] for name in curves))
     with drawing(path, columns=2) as (_, (panels,)):
         for name, (bound, rmse) in curves.items():
             split, _, variance_type = name.rpartition(", ")
-            is_first = variance_type != "fixed_small"
-            look = {"color": COLOURS[splits.index(split)], "linestyle": "-" if is_first else (0, (3, 3))}
-            look |= {"alpha": 0.45, "linewidth": 3.5} if is_first else {"linewidth": 1.6}
+            look = {"color": COLOURS[splits.index(split)], "linewidth": 1.6, **looks[variance_type]}
             panels[0].plot(bound.received(), rmse, label=f"{name}: {bound.nll:.3f} bits per dimension", **look)
             panels[1].plot(range(1, len(rmse)), bound.terms[1:], **look)
         panels[0].set(title="Rate and distortion", xlabel="bits per dimension received", ylabel="RMSE, grey levels")

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from common.errors import UserError, user_errors
-from common.files import write_atomically
+from common.files import in_turn, write_atomically
 from common.interruption import fault_point
 from evaluation.metrics import METRICS, SPREAD, Metric, metric_of
 from run_folder.folder import BEST_SCORES, FEW_IMAGES, RESULTS, RunFolder, is_of_few_images
@@ -88,22 +88,29 @@ def find_row(rows: list[Row], measured: Measured) -> Row | None:
 
 def add_result(output_dir: Path, measured: Measured, metrics: dict[str, float]) -> None:
     """Put metrics into the row of what was measured, in all files."""
-    rows = read_results(output_dir)
-    row = find_row(rows, measured)
-    if row is None:
-        row = asdict(measured)
-        rows.append(row)
-    row.update(metrics)
-    rows.sort(key=lambda one: (one["step"] is None, one["step"] or 0, one["num_images"], str(one["sampler"])))
     output_dir.mkdir(parents=True, exist_ok=True)
-    _write(output_dir, rows)
+    with in_turn(output_dir):  # another evaluation may have added rows, or be about to
+        rows = read_results(output_dir)
+        row = find_row(rows, measured)
+        if row is None:
+            row = asdict(measured)
+            rows.append(row)
+        row.update(metrics)
+        rows.sort(key=lambda one: (one["step"] is None, one["step"] or 0, one["num_images"], str(one["sampler"])))
+        _write(output_dir, rows)
 
 
 def remove_replaced(output_dir: Path, weights: dict[tuple[int | None, str], str]) -> None:
     """Remove the rows of steps whose weights have another hash by now: two runs are not one line."""
-    rows = read_results(output_dir)
-    kept = [row for row in rows if weights.get((row["step"], row["weights"]), row["sha256"]) == row["sha256"]]
-    if len(kept) < len(rows):
+
+    def is_current(row: Row) -> bool:
+        return weights.get((row["step"], row["weights"]), row["sha256"]) == row["sha256"]
+
+    if all(map(is_current, read_results(output_dir))):
+        return
+    with in_turn(output_dir):
+        rows = read_results(output_dir)
+        kept = list(filter(is_current, rows))
         logger.warning("%d rows of %s belong to earlier weights and are removed", len(rows) - len(kept), RESULTS)
         _write(output_dir, kept)
 

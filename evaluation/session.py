@@ -147,6 +147,11 @@ class Session:
         count = options.num_images or DEFAULT_IMAGES
         if self.conditions is None:
             self.conditions = self._choose_conditions(models[0], count)
+            if options.keep_best == CONDITION_ACCURACY.name and self.accuracy is None:
+                raise UserError(
+                    f"--keep_best {CONDITION_ACCURACY.name}: is not measured here, where images have free captions or "
+                    f"their labels are missing; choose another metric"
+                )
         if processes.is_main and self.output_dir == self.run.path:
             results.remove_replaced(self.output_dir, {(model.step, model.weights): model.sha256 for model in models})
 

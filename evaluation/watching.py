@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from common.errors import reason_of, user_errors
-from common.files import copy_by_links, replace_folder, write_atomically
+from common.files import copy_by_links, in_turn, replace_folder, write_atomically
 from common.processes import Processes
 from evaluation.metrics import metric_of
 from evaluation.results import METHOD, Measured, Row, find_row
@@ -105,17 +105,20 @@ class BestCheckpoint:
 
     def consider(self, model: SavedModel, measured: Measured, rows: list[Row]) -> None:
         """Put a checkpoint there, whole, if it is better than the one that is, or that was chosen in another way."""
-        value = find_row(rows, measured)[self.column]
-        known = self._known(measured)
-        better = known is None or (value < known if metric_of(self.column).lower_is_better else value > known)
-        if model.step is None or not better:
+        value = (find_row(rows, measured) or {}).get(self.column)
+        if model.step is None or value is None:
             return
         aside = self.folder.with_name(f".{self.folder.name}.tmp")
         try:
-            copy_by_links(model.path, aside)
-            text = json.dumps({"metric": self.column, "value": value, **asdict(measured)}, indent=2)
-            write_atomically(aside / BEST_OF, text + "\n")
-            replace_folder(aside, self.folder)
+            with in_turn(self.folder.parent):
+                known = self._known(measured)
+                better = known is None or (value < known if metric_of(self.column).lower_is_better else value > known)
+                if not better:
+                    return
+                copy_by_links(model.path, aside)
+                text = json.dumps({"metric": self.column, "value": value, **asdict(measured)}, indent=2)
+                write_atomically(aside / BEST_OF, text + "\n")
+                replace_folder(aside, self.folder)
         except OSError as error:  # it was pruned, or the disk is full
             shutil.rmtree(aside, ignore_errors=True)
             logger.warning("%s, the best so far, is not kept in %s: %s", model.name, self.folder, reason_of(error))

@@ -42,6 +42,10 @@ function swatch(run) {
   node.style.background = colour(run);
   return node;
 }
+// A reference is named by what stands before its first comma, and only where there are several.
+const shortly = (reference) => (reference ?? "").split(",")[0];
+const references = [...new Set(runs.flatMap((run) => (run.evaluation?.rows || []).map((row) => row.reference)))];
+const against = (reference) => (references.length > 1 ? ` against ${shortly(reference)}` : "");
 const heading = (run) => [several ? swatch(run) : null, several ? runs[run].name : ""];
 
 // The page and its sections; one that has nothing to show is left out.
@@ -74,8 +78,13 @@ function facts(run) {
   const loss = last(curves.smoothed_loss);
   if (loss !== null) found["Smoothed loss"] = format(loss);
   if (audit.length) found["Differs from paper"] = `in ${audit.filter(([, paper, own]) => paper !== own).length} of ${audit.length}`;
-  const distance = (evaluation?.best || []).findLast(([name]) => /^fid@/.test(name));
-  if (distance) found[`Best ${inWords(distance[0])}`] = format(distance[1]);
+  // The columns are in the order of their numbers of images: of those with the most, the least against each reference.
+  const distances = new Map();
+  for (const [name, value, reference] of evaluation?.best || []) {
+    const before = distances.get(reference);
+    if (/^fid@/.test(name) && !(before?.name === name && before.value <= value)) distances.set(reference, { name, value });
+  }
+  for (const [reference, { name, value }] of distances) found[`Best ${inWords(name)}${against(reference)}`] = format(value);
   return found;
 }
 function showFacts() {
@@ -353,9 +362,9 @@ function evaluationCharts() {
       }
       return [...groups.values()].map((rows, order) => {
         rows.sort((a, b) => a.step - b.step);
-        const [{ weights, sampler, steps, settings }] = rows, method = [weights, sampler, steps && `${format(steps)} steps`, settings];
+        const [{ weights, sampler, steps, settings, reference }] = rows, method = [weights, sampler, steps && `${format(steps)} steps`, settings];
         const x = { step: rows.map((row) => row.step), train_seconds: rows.map((row) => row.train_seconds) };
-        return { run, name: prefix(run) + method.filter(Boolean).join(" "), x, y: rows.map((row) => row[column]), dots: true, dash: DASHES[order % DASHES.length] };
+        return { run, name: prefix(run) + method.filter(Boolean).join(" ") + against(reference), x, y: rows.map((row) => row[column]), dots: true, dash: DASHES[order % DASHES.length] };
       });
     });
     const steps = new Set(lines.flatMap((line) => line.x.step));
@@ -507,14 +516,14 @@ function showEvaluation() {
   const every = measured.flatMap(({ evaluation }) => evaluation.rows), labels = { num_images: "images", steps: "denoising steps" };
   // What all rows have in common is said once.
   const valuesOf = (name) => [...new Set(every.map((row) => row[name] ?? ""))], how = ["weights", "sampler", "steps", "settings", "num_images"];
-  const method = ["step", ...how.filter((name) => valuesOf(name).length > 1)], words = { weights: " weights", steps: " denoising steps", num_images: " images" };
+  const method = ["step", ...[...how, "reference"].filter((name) => valuesOf(name).length > 1)], words = { weights: " weights", steps: " denoising steps", num_images: " images" };
   const common = how.filter((name) => valuesOf(name).length === 1 && valuesOf(name)[0] !== "").map((name) => `${format(valuesOf(name)[0])}${words[name] || ""}`);
   const rows = measured.flatMap(({ evaluation, run }) => {
     const best = new Map();
     for (const [metric, value] of evaluation.best) best.set(metric, [...(best.get(metric) || []), value]);
     return evaluation.rows.map((row) => {
       const first = several ? el("span", {}, ...heading(run)) : format(row.step) || row.images;
-      const cells = method.slice(several ? 0 : 1).map((name) => ({ text: row[name], kind: typeof row[name] === "number" ? "number" : "" }));
+      const cells = method.slice(several ? 0 : 1).map((name) => ({ text: name === "reference" ? shortly(row[name]) : row[name], kind: typeof row[name] === "number" ? "number" : "" }));
       const values = columns.map((name) => ({ text: row[name], kind: best.get(name)?.includes(row[name]) ? "number best" : "number" }));
       return { cells: [first, ...cells, ...values] };
     });
@@ -522,9 +531,9 @@ function showEvaluation() {
   const numeric = ["step", "steps", "num_images"];
   const head = [...(several ? ["run"] : []), ...method.map((name) => ({ text: labels[name] || name, kind: numeric.includes(name) && !(name === "step" && !several) ? "number" : "" })),
     ...columns.map((name) => ({ text: inWords(name), kind: "number" }))];
-  const references = valuesOf("reference").filter(Boolean).join("; ");
+  const measuredAgainst = references.filter(Boolean).join("; ");
   const few = columns.some(isOfFew);
-  section("metrics", "Metrics", `${references ? `Measured against ${references}${common.length ? `; ${common.join(", ")}` : ""}. ` : ""}The best of each is bold.` +
+  section("metrics", "Metrics", `${measuredAgainst ? `Measured against ${measuredAgainst}${common.length ? `; ${common.join(", ")}` : ""}. ` : ""}The best of each is bold.` +
     (few ? " FID of fewer than 10,000 images is too high to be compared with published numbers; compare it with the same number of images only." : ""),
     table(head, rows, "Metrics"));
 }

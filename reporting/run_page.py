@@ -179,7 +179,7 @@ def embed(path: Path) -> dict | None:
 
 
 def read_evaluation(run: RunFolder) -> dict | None:
-    """Read the table of evaluate.py, and the best number of each metric."""
+    """Read the table of evaluate.py, and the best number of each metric, with what it was measured against."""
     rows = [row for row in read_table(run.results_file) if " seeds=" not in f" {row.get('settings')}"]  # but their mean
     columns = [name for name in rows[0] if name and "@" in name] if rows else []
     if not columns:
@@ -187,8 +187,9 @@ def read_evaluation(run: RunFolder) -> dict | None:
     for row in rows:
         for name in ("step", "train_seconds", "steps", "num_images", *columns):
             row[name] = as_number(row.get(name))
-    best = [[row.get("metric"), as_number(row.get("best"))] for row in read_table(run.best_scores_file)]
-    return {"columns": columns, "rows": rows, "best": [pair for pair in best if None not in pair]}
+    scores = read_table(run.best_scores_file)
+    best = [[row.get("metric"), as_number(row.get("best")), row.get("reference") or ""] for row in scores]
+    return {"columns": columns, "rows": rows, "best": [one for one in best if None not in one]}
 
 
 def read_table(path: Path) -> list[dict]:

@@ -184,16 +184,26 @@ def add_results(data: ModelCardData, run: RunFolder, name: str) -> None:
     """Put the best scores into the card's metadata, as the model-index that the Hub shows."""
     data_set = (data.datasets or ["its training images"])[0]
     names = {"dataset_type": data_set, "dataset_name": data_set, "task_type": (data.tags or ["unknown"])[-1]}
+    rows = best_scores(run)
+    varying = [name for name in METHOD if len({row.get(name) for row in rows}) > 1]
     data.eval_results = [
         EvalResult(
             **names,
             metric_type=row["metric"].partition("@")[0],
-            metric_name=f"{row['metric']}, {row['sampler']} with {row['steps']} steps, step {row['step']}",
+            metric_name=name_of_result(row, varying),
             metric_value=float(f"{float(row['best']):.5g}"),
         )
-        for row in best_scores(run)
+        for row in rows
     ] or None
     data.model_name = name if data.eval_results else None
+
+
+def name_of_result(row: dict[str, str], varying: list[str]) -> str:
+    """Return what a score is of, with what of its method is not the same for all scores."""
+    words = {"weights": "{} weights", "settings": "{}", "reference": "against {}", "precision": "precision {}"}
+    parts = [row["metric"], f"{row['sampler']} with {row['steps']} steps", f"step {row['step']}"]
+    row = {**row, "reference": row["reference"].partition(",")[0]}
+    return ", ".join([*parts, *(words[name].format(row[name]) for name in words if name in varying and row[name])])
 
 
 def evaluation_section(run: RunFolder) -> str:

@@ -518,6 +518,7 @@ family("idle options", EVALUATE, """
     --run_dir=run --watch --checkpoints 2       :: checkpoints & watch
     --run_dir=run --watch --nll                 :: watch & nll
     --run_dir=run --split train train           :: split & twice
+    --run_dir=run --keep_best=fd --ema_length 0.05 0.1 :: ema_length & keep_best
     --run_dir=class_run --keep_best=fd --guidance_scales 1 2 :: keep_best & guidance_scales
     --run_dir=run --keep_best=fid               :: keep_best & fd
     --run_dir=run --keep_best=loss              :: keep_best|loss & fd

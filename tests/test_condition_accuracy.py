@@ -13,11 +13,19 @@ from conftest import run_script
 from evaluation_helpers import network, read_csv  # noqa: F401 (a fixture)
 
 from common.errors import UserError
+from conditions.guidance import ALL
 from evaluation import classifier
 from evaluation.classifier import Classifier, hold_out, load_classifier
-from evaluation.condition_accuracy import ConditionAccuracy, describe_classes, in_proportion, request_conditions
+from evaluation.condition_accuracy import (
+    ConditionAccuracy,
+    RequestedConditions,
+    describe_classes,
+    in_proportion,
+    request_conditions,
+)
 from evaluation.evaluate_options import EvaluationOptions
 from evaluation.image_sets import EncodedImages, batches_of, open_images
+from generation.generate_options import ConditionOptions
 from image_data.annotations import find_labels
 from image_data.data_options import DataOptions
 from image_data.sources import load_images
@@ -184,6 +192,30 @@ def test_prompts_of_a_run_by_text(text_run, evaluate, tmp_path, capsys):
     assert "Prompts, in turn: a handwritten zero; a handwritten one" in capsys.readouterr().err
     (row,) = read_csv(tmp_path / "evaluation_results.csv")
     assert 0 <= float(row["condition_accuracy@100"]) <= 1
+
+
+@pytest.mark.parametrize("missing", ["free captions", "labels"])
+def test_the_best_by_what_is_not_measured(missing, class_run, evaluate, tmp_path, monkeypatch):
+    """It is said before any image is generated."""
+
+    def without(*given):
+        if missing == "labels":
+            raise UserError("there are no labels")
+        return RequestedConditions(ConditionOptions(class_labels=[ALL]))  # as of captions: nothing to be read
+
+    monkeypatch.setattr("evaluation.session.request_conditions", without)
+    monkeypatch.setattr("evaluation.session.Session._measure_samples", lambda *_: pytest.fail("generated"))
+    run = shutil.copytree(class_run, tmp_path / "run", ignore=shutil.ignore_patterns("generated"))
+    with pytest.raises(UserError, match="--keep_best condition_accuracy: is not measured here, where images have free"):
+        evaluate(f"--run_dir={run}", "--keep_best=condition_accuracy")
+
+
+def test_the_best_by_what_samples_show(class_run, evaluate, tmp_path):
+    run = shutil.copytree(class_run, tmp_path / "run", ignore=shutil.ignore_patterns("generated"))
+    evaluate(f"--run_dir={run}", "--keep_best=condition_accuracy")
+    (row,) = read_csv(run / "evaluation_results.csv")
+    told = json.loads((run / "best" / "best.json").read_text())
+    assert (told["metric"], told["value"]) == ("condition_accuracy@100", float(row["condition_accuracy@100"]))
 
 
 def test_classes_are_asked_for_in_the_proportions_of_the_data():

@@ -1,5 +1,6 @@
 """Tables, curves and comparisons of runs."""
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,77 @@ def row_of(step: int, metrics: dict[str, float], **changes: object) -> dict:
         "precision": "no",
     }
     return {**row, **changes, **metrics}
+
+
+def add_to_table(folder: Path, number: int) -> None:
+    from evaluation.results import Measured, add_result
+
+    row = row_of(number, {"fid@5000": 1.0})
+    add_result(folder, Measured(**{name: value for name, value in row.items() if "@" not in name}), {"fid@5000": 1.0})
+
+
+def add_to_classes(folder: Path, number: int) -> None:
+    from evaluation.condition_accuracy import add_classes
+    from evaluation.results import Measured
+
+    row = row_of(number, {"fid@5000": 1.0})
+    measured = Measured(**{name: value for name, value in row.items() if "@" not in name})
+    others = ("metric", "value", "samples", "real_images", "condition_accuracy")
+    add_classes(folder, measured, [{"class": "cat", **dict.fromkeys(others, 0)}])
+
+
+def add_to_likelihood(folder: Path, number: int) -> None:
+    from evaluation.likelihood import COLUMNS, TABLE, add_rows
+
+    add_rows(folder / TABLE, [dict.fromkeys(COLUMNS, number)])
+
+
+@pytest.mark.parametrize(
+    ("add", "module", "table"),
+    [
+        (add_to_table, "results", "evaluation_results.csv"),
+        (add_to_classes, "condition_accuracy", "evaluation_per_class.csv"),
+        (add_to_likelihood, "likelihood", "likelihood.csv"),
+    ],
+)
+def test_two_evaluations_lose_no_row_of_each_other(add, module, table, tmp_path, monkeypatch):
+    """One adds its row when the other has read the table and not written it yet: it has to wait."""
+    import importlib
+
+    module = importlib.import_module(f"evaluation.{module}")
+    write, others = module.write_atomically, []
+
+    def start_another(*given: object) -> None:
+        monkeypatch.setattr(module, "write_atomically", write)
+        others.append(multiprocessing.get_context("fork").Process(target=add, args=(tmp_path, 2)))
+        others[0].start()
+        others[0].join(1)
+        write(*given)
+
+    monkeypatch.setattr(module, "write_atomically", start_another)
+    add(tmp_path, 1)
+    others[0].join(60)
+    assert others[0].exitcode == 0
+    assert sorted(row["step"] for row in read_csv(tmp_path / table)) == ["1", "2"]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_many_evaluations_lose_no_row(tmp_path):
+    """Whoever leaves removes the file that the others wait for."""
+
+    def add_many(first: int) -> None:
+        for number in range(first, first + 50):
+            add_to_likelihood(tmp_path, number)
+
+    fork = multiprocessing.get_context("fork")
+    others = [fork.Process(target=add_many, args=(first,)) for first in (0, 50, 100)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join(120)
+    assert [other.exitcode for other in others] == [0, 0, 0]
+    assert sorted(int(row["step"]) for row in read_csv(tmp_path / "likelihood.csv")) == list(range(150))
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_line_joins_points_of_one_number_of_images_and_one_method():

@@ -55,6 +55,7 @@ def test_advice_is_followed(monkeypatch):
     monkeypatch.setattr(setup, "largest_batch", lambda *arguments, **others: 20)
     optimizer = SimpleNamespace(zero_grad=lambda: None, state={0: "moments"})
     run = SimpleNamespace(
+        config=SimpleNamespace(clip_per_replica=None),
         sizes=BatchSizes(per_device=64, accumulation=1, total=128),
         processes=SimpleNamespace(count=2, device="cuda:0"),
         state=SimpleNamespace(update=SimpleNamespace(optimizer=optimizer)),

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common.machine import Stopwatch
 from run_folder.config import parse_config
 from training.update import Update, build_averages, build_ema, build_optimizer, learning_rate_schedule
 
@@ -93,7 +94,7 @@ def test_gradients_of_replicas_are_clipped_as_the_original_does():
         update.objective = torch.zeros(())
         for part in inputs:
             update.backward(network(part).square().mean() / 8)
-        update.clip()
+        update.clip(Stopwatch(processes.device))
         for weight, expected in zip(network.parameters(), total, strict=True):
             torch.testing.assert_close(weight.grad, expected, rtol=1e-12, atol=0)
         assert update.gradient_norm.item() == pytest.approx(torch.cat([part.flatten() for part in total]).norm().item())

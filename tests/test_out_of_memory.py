@@ -200,6 +200,23 @@ def test_a_step_that_does_not_fit(room_for, tiny_flags, network_without_dropout,
     assert losses_of(run_training(tmp_path / "followed", [*flags, *followed])) == pytest.approx(losses_of(plain))
 
 
+def test_a_step_whose_passes_are_replicas(room_for, tiny_flags, network_without_dropout, tmp_path):
+    """Their number is that of the replicas, so other passes need others of these; what is said can be typed."""
+    flags = [*tiny_flags, f"--model_config_name_or_path={network_without_dropout}", "--max_train_steps=1"]
+    flags = [*(flag for flag in flags if not flag.startswith("--train_batch_size")), "--total_batch_size=48"]
+    room_for(20)
+    with pytest.raises(UserError) as raised:
+        run_training(tmp_path / "run", [*flags, "--clip_per_replica=2"])
+    said = str(raised.value)
+    assert said.startswith("--train_batch_size 24: a step with this many images does not fit in the memory of cpu; by")
+    kept = "which keeps the batch of 48 but clips smaller parts of it; --gradient_checkpointing takes less memory and"
+    assert f", {kept} changes nothing" in said
+    advised = [f"{flag}={value}" for flag, value in re.findall(r"(--\w+) (\d+)", said.partition(" use ")[2])]
+    assert advised == ["--train_batch_size=16", "--gradient_accumulation_steps=3", "--clip_per_replica=3"]
+    for given in ([], ["--train_batch_size=24"]):  # whatever was given before
+        run_training(tmp_path / f"followed-{len(given)}", [*flags, *given, *advised])
+
+
 def test_a_step_of_a_run_with_less_memory(room_for, tiny_flags, tmp_path, monkeypatch):
     """The estimate against the memory that there is: what 48 images take by the line through 8 and 16."""
     taken = {}

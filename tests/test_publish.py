@@ -358,6 +358,17 @@ def test_results_are_in_the_metadata(tmp_path: Path):
         publish.update_evaluation(tmp_path)
         (result,) = ModelCard.load(path).data.eval_results
         assert (result.metric_type, result.metric_value, result.dataset_name) == ("fid", float(best), "uoft-cs/cifar10")
+        assert result.metric_name == "fid@10000, ddpm with 1000 steps, step 5"
+    header, first = row.format("3.15").splitlines()
+    others = ["fid@10000,5.1,5,ema,ddpm,1000,,\"cifar10[test], 10000 images\"",
+              "fid@10000,9.5,5,raw,ddpm,1000,guidance_scale=2,cifar10"]  # fmt: skip
+    (tmp_path / "best_scores.csv").write_text("\n".join([header, first, *others]))
+    publish.update_evaluation(tmp_path)
+    assert {result.metric_name: result.metric_value for result in ModelCard.load(path).data.eval_results} == {
+        "fid@10000, ddpm with 1000 steps, step 5, ema weights, against cifar10": 3.15,
+        "fid@10000, ddpm with 1000 steps, step 5, ema weights, against cifar10[test]": 5.1,
+        "fid@10000, ddpm with 1000 steps, step 5, raw weights, guidance_scale=2, against cifar10": 9.5,
+    }
     path.write_text(path.read_text().replace("library_name:", "- library_name:"))
     publish.update_evaluation(tmp_path)
     assert "| `fid@10000` | `3.15` |" in path.read_text()

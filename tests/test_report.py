@@ -298,6 +298,37 @@ def test_the_page_shows_the_run(browser, tmp_path):
     assert wide <= 375
 
 
+def test_rows_of_two_references_are_kept_apart(browser, tmp_path):
+    """In the facts, the names of lines and the table; of several methods the best is told."""
+    run, names = make_run(tmp_path / "run"), ("digits[train], 1797 images of 8x8", "digits[test], 360 images of 8x8")
+    rows = [{**MEASURED, "step": step, "reference": name, "fid@256": 200 / step + far}
+            for step in (50, 100) for far, name in enumerate(names)]  # fmt: skip
+    write_table(run / "evaluation_results.csv", rows)
+    best = [(names[0], 2.0, 50), (names[0], 2.5, 10), (names[1], 3.0, 50)]
+    scores = [{"metric": "fid@256", "best": value, **MEASURED, "steps": steps, "reference": name}
+              for name, value, steps in best]  # fmt: skip
+    write_table(run / "best_scores.csv", scores)
+    show(browser, tmp_path / "page.html", run)
+    facts = dict(zip(text_of(browser, ".facts dt"), text_of(browser, ".facts dd"), strict=True))
+    told = {name: value for name, value in facts.items() if "fid" in name}
+    column = "Best fid@256 (few images) against"
+    assert told == {f"{column} digits[train]": "2", f"{column} digits[test]": "3"}
+    assert text_of(browser, "#metrics th[scope=col]") == ["step", "reference", "fid@256 (few images)"]
+    assert text_of(browser, "#metrics tbody tr") == [
+        "50digits[train]4", "50digits[test]5", "100digits[train]2", "100digits[test]3"
+    ]  # fmt: skip
+    assert f"Measured against {names[0]}; {names[1]};" in text_of(browser, "#metrics .note")[0]
+    box = box_of(browser, ".charts.small svg")
+    browser.mouse("mouseMoved", box["x"] + box["width"] - 12, box["y"] + box["height"] / 2)
+    method = "ema ddim 50 steps eta=0 against"
+    assert tip_of(browser) == f"step 100\n{method} digits[train]: 2\n{method} digits[test]: 3"
+    # A run of one reference says it once.
+    show(browser, tmp_path / "page.html", make_run(tmp_path / "another"))
+    assert "Best fid@256 (few images)" in text_of(browser, ".facts dt")
+    assert text_of(browser, "#metrics th[scope=col]") == ["step", "fid@256 (few images)", "kid@256"]
+    assert browser.complaints() == []
+
+
 def test_curves_zoom_and_tell_their_values(browser, tmp_path):
     show(browser, tmp_path / "page.html", make_run(tmp_path / "run"))
     box = box_of(browser, ".chart svg")

@@ -312,6 +312,9 @@ def test_the_best_is_kept_by_its_metric(run, tmp_path):
     assert consider(four, "is@12", 3.0) == 2
     assert consider(four, "is@12", 5.0) == 4
     assert consider(two, "is@12", 1.0, steps=50) == 2
+    watching.BestCheckpoint(RunFolder(copy), "kid@12").consider(four, measured, [{**asdict(measured), "is@12": 9.0}])
+    watching.BestCheckpoint(RunFolder(copy), "kid@12").consider(four, measured, [])
+    assert json.loads((copy / "best" / "best.json").read_text())["step"] == 2  # what has no value is no better one
     # A kill between the two renames leaves the one before.
     (copy / "best").rename(copy / ".best.old")
     assert consider(four, "is@12", 0.5, steps=50) == 2
@@ -330,3 +333,5 @@ def test_what_the_best_can_be_chosen_by():
         flags = [f"--run_dir={ROOT}", f"--features={features}", f"--keep_best={metric}"]
         with pytest.raises(UserError, match=f"--keep_best {metric}: is not measured with .*; choose {other}"):
             parse_evaluation(flags)
+    with pytest.raises(UserError, match="--ema_length has no effect with --keep_best: leave one of them out"):
+        parse_evaluation([f"--run_dir={ROOT}", "--keep_best=fid", "--ema_length", "0.05", "0.1"])

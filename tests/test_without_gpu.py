@@ -16,6 +16,7 @@ import torch.distributed as dist
 from conftest import ROOT
 from diffusers import UNet2DModel
 from ema_pytorch import EMA
+from test_sampling_methods import UNUSABLE
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorDeviceMismatchError, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -105,7 +106,7 @@ def take(step, number: int) -> None:
     for parameter in step.unet.parameters():
         parameter.grad = torch.zeros_like(parameter)
     step.update.backward((weights * errors).mean())
-    step.update.clip()
+    step.update.clip(step.window.exchange)
     in_batch = step.loss.in_global_batch(errors.detach(), step.batch)
     all_finite, _ = step.window.add_step(t, weights, errors.detach(), step.update, in_batch)
     step.update.step(number, all_finite)
@@ -166,14 +167,11 @@ def compatible_schedulers() -> list[str]:
 @pytest.mark.parametrize("name", compatible_schedulers())
 def test_a_step_of_a_diffusers_scheduler_waits_for_nothing(name):
     """Its timesteps and noise levels are real, on the host; samples on the meta device have no numbers to wait for."""
-    try:
-        method = DiffusersMethod(build_scheduler(), name, 5)
-    except UnusableScheduler:
-        assert name in (
-            "DPMSolverSDEScheduler",
-            "EDMEulerScheduler",
-        )  # torchsde is not here; other noise levels
-        pytest.skip("is refused")
+    if name in UNUSABLE:
+        with pytest.raises(UnusableScheduler, match=UNUSABLE[name]):
+            DiffusersMethod(build_scheduler(), name, 5)
+        return
+    method = DiffusersMethod(build_scheduler(), name, 5)
     method.begin()
     samples = torch.zeros(2, 1, 8, 8, device="meta")
     for number in range(1, len(method.timesteps) + 1):
@@ -424,6 +422,30 @@ def test_what_is_waited_for_begins_with_the_last_gradient(device, monkeypatch):
     clock.milliseconds += 2
     watch.stop()
     assert watch.seconds() == pytest.approx(0.010)
+
+
+@pytest.mark.parametrize(("flags", "exchanges"), [([], 1), (["--clip_per_replica=2"], 2)], ids=["plain", "per replica"])
+def test_every_exchange_of_a_step_is_timed(flags, exchanges, tiny_network, monkeypatch):
+    """That of the sums, and that of gradients which each process clips before; accelerate's own is not in here."""
+    clock, cpu = Events(), torch.device("cpu")
+    monkeypatch.setattr("common.machine.time.perf_counter", lambda: clock.milliseconds / 1000)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: setattr(clock, "milliseconds", clock.milliseconds + 5))
+    config = parse_config(["--dataset_name=digits", "--no_use_ema", *flags])
+    processes = SimpleNamespace(device=cpu, count=2, index=0, accelerator=SimpleNamespace(scaler=None))
+    loss, unet = (
+        build_loss(vars(config), build_process(config)),
+        UNet2DModel.from_config(UNet2DModel.load_config(tiny_network)),
+    )
+    loss.start(0, 8, 1, lambda rows: {}, processes)
+    window = Window(processes, LogSNRBins(loss.process.alphas_cumprod), 50)
+    state = SimpleNamespace(unet=unet, loss=loss, update=Update(config, unet, 100, processes), window=window)
+    run = SimpleNamespace(
+        network=unet, state=state, processes=processes, gradient_exchange=lambda enabled: nullcontext()
+    )
+    t, weights, places = torch.arange(4), torch.ones(4), torch.arange(4)
+    batch = Batch(0, torch.zeros(4, 1, 8, 8, dtype=torch.uint8), places, places, places)
+    learn(run, batch, t, weights)
+    assert window.exchange.seconds() == pytest.approx(0.005 * exchanges)
 
 
 # The wheel.

@@ -56,7 +56,7 @@ def learn(run: Run, batch: Batch, t: torch.Tensor, weights: torch.Tensor) -> tup
             update.backward((weight * error).mean() / batch.passes)  # 5: its gradient
         errors.append(error.detach())
 
-    update.clip()
+    update.clip(state.window.exchange)
     errors = torch.cat(errors)
     # Into the sums of the window, in one exchange with the other processes.
     in_batch = loss.in_global_batch(errors, batch)

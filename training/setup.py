@@ -161,10 +161,14 @@ class Run:
         if not fitting:
             return f"{what}, nor with a single one: choose a smaller network or --resolution, or a larger device"
         divisor = max(size for size in range(1, fitting + 1) if share % size == 0)
-        return (
-            f"{what}; by an estimate {fitting} would: use --train_batch_size {divisor} --gradient_accumulation_steps "
-            f"{share // divisor}, which keeps the batch of {self.sizes.total}"
-        )
+        use = f"--train_batch_size {divisor} --gradient_accumulation_steps {share // divisor}"
+        keeps = f"which keeps the batch of {self.sizes.total}"
+        if self.config.clip_per_replica:  # whose number is that of the passes of all processes
+            use += f" --clip_per_replica {self.sizes.total // divisor}"
+            keeps += " but clips smaller parts of it"
+            if not self.config.gradient_checkpointing:
+                keeps += "; --gradient_checkpointing takes less memory and changes nothing"
+        return f"{what}; by an estimate {fitting} would: use {use}, {keeps}"
 
     def pass_of_zeros(self, count: int) -> None:
         """Make a forward and a backward pass over black images, for the memory that it takes."""

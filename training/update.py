@@ -12,6 +12,7 @@ from diffusers.optimization import get_scheduler
 from ema_pytorch import EMA
 
 from common.errors import RunFailed, UserError
+from common.machine import Stopwatch
 from common.processes import Processes
 from common.randomness import derive_seed
 from run_folder.checkpoints import POWER_LENGTHS, power_exponent
@@ -74,11 +75,13 @@ class Update:
         torch._foreach_add_(self._clipped, gradients)
         self.optimizer.zero_grad()
 
-    def _average_replicas(self) -> None:
+    def _average_replicas(self, exchange: Stopwatch) -> None:
         """Make the mean over all replicas the gradient."""
         if self.processes.count > 1:
             total = torch.cat([gradient.flatten() for gradient in self._clipped])
+            exchange.start()
             dist.all_reduce(total)
+            exchange.stop()
             parts = (total / self.processes.count).split([gradient.numel() for gradient in self._clipped])
             shaped = [part.view_as(gradient) for part, gradient in zip(parts, self._clipped, strict=True)]
             torch._foreach_copy_(self._clipped, shaped)
@@ -86,10 +89,10 @@ class Update:
             weight.grad = gradient
         self.gradient_norm = torch.nn.utils.get_total_norm(self._clipped)
 
-    def clip(self) -> None:
-        """Clip the gradient at `max_grad_norm`."""
+    def clip(self, exchange: Stopwatch) -> None:
+        """Clip the gradient at `max_grad_norm`; what it waits for other processes is put on the watch."""
         if self.replicas:
-            self._average_replicas()
+            self._average_replicas(exchange)
             return
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
