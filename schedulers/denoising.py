@@ -6,6 +6,7 @@ Image i depends on seed i alone. A method decides which timesteps are visited an
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,8 @@ import torch
 
 from common.randomness import derive_seed, generator_for, standard_normal
 from schedulers.ddpm import ExactDDPMScheduler, adds_noise
+
+logger = logging.getLogger(__name__)
 
 NOISE_KEY = derive_seed("generation")
 
@@ -145,6 +148,11 @@ class ExactMethod(DenoisingMethod):
         self.description += f", {skip_schedule}"
         if len(self.timesteps) < num_inference_steps:
             self.description += f" ({len(self.timesteps)} different timesteps)"
+        steps = scheduler.config.num_train_timesteps
+        if scheduler.config.prediction_type == "mean" and (name != "ddpm" or len(self.timesteps) < steps):
+            # mu-tilde has sqrt(a_t-1) beta_t / (1 - a_t) x_0 (eq. 7): 1 / 7800 at the last t of the paper's schedule.
+            message = "The network predicts the mean of a step, and %s takes x_0 from it, with its errors multiplied: "
+            logger.warning(message + "use DDPM with all %d steps", self.description, steps)
 
     def step(self, model_output: torch.Tensor, number: int, sample: torch.Tensor, noise: StepNoise) -> torch.Tensor:
         previous = self.timesteps[number] if number < len(self.timesteps) else -1

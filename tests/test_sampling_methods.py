@@ -184,3 +184,16 @@ def test_a_scheduler_that_draws_noise_from_elsewhere_is_refused(monkeypatch):
 def test_our_methods_on_the_same_data(method):
     samples = denoise(perfect, method, torch.arange(64), SHAPE)
     assert 0.45 < samples.std() < 0.55
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "warned"), [(DDPM, 1000, False), (DDPM, 100, True), (DDIM, 1000, True), (DDIM, 50, True)]
+)
+def test_a_mean_is_taken_as_it_is_by_all_steps_of_ddpm_alone(caplog, kind, steps, warned):
+    scheduler = build_scheduler(prediction_type="mean")
+    x_t = torch.zeros(1, 1, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(scheduler.posterior(x_t + 1e-4, 999, 998, x_t)[0], x_t + 1e-4)
+    # An error of 1e-4 in the mean is one of 0.78 in the x_0 that the others take from it.
+    assert scheduler.predict_original(x_t + 1e-4, 999, x_t).mean() == pytest.approx(0.78, abs=0.01)
+    kind(scheduler, steps)
+    assert ("takes x_0 from it" in caplog.text) == warned
