@@ -34,7 +34,7 @@ class Turns:
         if self.left > 0:
             return
         if self.left < 0:  # the first of all
-            self.orders.answer(**times, first_step=time.perf_counter())
+            self.orders.answer(**times, first_step=time.perf_counter(), processor_seconds=time.process_time())
         else:
             self.orders.answer(seconds=time.perf_counter() - self.start)
         self.left = int(self.orders.next())
