@@ -44,7 +44,8 @@ from common.errors import run_script
 ROUNDS, HELP_ROUNDS = 2, 5
 SECONDS_OF_HELP, COLD, CACHED, SHARE_OF_START = 0.6, 1.0, 5.0, 0.5
 # What neither script can do without, and no part of the project: the least that a start takes.
-IMPORTS = "import gc; gc.disable(); import transformers.hf_argparser, torch._dynamo, diffusers.models, datasets, os; os._exit(0)"
+LIBRARIES = "transformers.hf_argparser, torch._dynamo, diffusers.models, datasets"
+IMPORTS = f"import gc, os; gc.disable(); import {LIBRARIES}; os._exit(0)"
 SMALLEST = Case("the smallest network", 32, 8, (), (4, 8))
 
 
