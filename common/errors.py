@@ -1,5 +1,6 @@
 """How a script starts and ends: whatever goes wrong is one line on the terminal and an exit code, not a traceback."""
 
+import atexit
 import errno
 import gc
 import importlib.util
@@ -94,6 +95,7 @@ def quick_imports() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # some libraries count what is left in the end
         gc.enable()
 
 
