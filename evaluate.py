@@ -12,7 +12,7 @@ import logging
 import sys
 from pathlib import Path
 
-from common.errors import run_script
+from common.errors import quick_imports, run_script
 from common.files import default_cache_dir, make_folder
 from evaluation.evaluate_options import parse_evaluation
 
@@ -27,8 +27,9 @@ def main() -> None:
         compare_runs(options.compare, Path(options.output_dir or "comparison"))
         return
     if options.nll:
-        from common.processes import start_processes
-        from evaluation.likelihood import Likelihood
+        with quick_imports():
+            from common.processes import start_processes
+            from evaluation.likelihood import Likelihood
 
         processes = start_processes(options)
         Likelihood(options, processes).measure()
@@ -41,10 +42,11 @@ def main() -> None:
         make_folder(Path(options.save_statistics).parent)
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
-    from common.processes import start_processes
-    from evaluation.networks import load_networks
-    from evaluation.results import check_results
-    from evaluation.session import Session
+    with quick_imports():
+        from common.processes import start_processes
+        from evaluation.networks import load_networks
+        from evaluation.results import check_results
+        from evaluation.session import Session
 
     if results:
         check_results(Path(results).expanduser())

@@ -9,7 +9,7 @@ import logging
 import sys
 from pathlib import Path
 
-from common.errors import run_script
+from common.errors import quick_imports, run_script
 from generation.generate_options import parse_generation, seeds_of
 from generation.methods import build_method
 
@@ -20,20 +20,21 @@ def main() -> None:
     options = parse_generation(sys.argv[1:])
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
-    from common.processes import start_processes
-    from conditions.guidance import condition_of
-    from generation.engine import InferenceSettings, Job, prefers_channels_last
-    from generation.pictures import (
-        SHOWN,
-        find_compared,
-        save_between_images,
-        save_interpolation,
-        save_nearest,
-        save_progress,
-        save_progressive,
-    )
-    from generation.sample_folder import SampleFolder, complete_folders, default_folder
-    from run_folder.saved_model import find_models
+    with quick_imports():
+        from common.processes import start_processes
+        from conditions.guidance import condition_of
+        from generation.engine import InferenceSettings, Job, prefers_channels_last
+        from generation.pictures import (
+            SHOWN,
+            find_compared,
+            save_between_images,
+            save_interpolation,
+            save_nearest,
+            save_progress,
+            save_progressive,
+        )
+        from generation.sample_folder import SampleFolder, complete_folders, default_folder
+        from run_folder.saved_model import find_models
 
     processes = start_processes(options)
 

@@ -8,7 +8,7 @@ python train_conditional.py --condition text --train_data_dir photos --text_enco
 
 import sys
 
-from common.errors import run_script
+from common.errors import quick_imports, run_script
 from run_folder.config import parse_conditional_config
 
 
@@ -16,11 +16,12 @@ def main() -> None:
     config = parse_conditional_config(sys.argv[1:])
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
-    from common.processes import start_processes
-    from conditions.training_condition import check_condition, find_annotations, load_condition
-    from image_data.sources import open_source
-    from image_data.store import load_training_images
-    from training.setup import build_run, check_before_work, execute
+    with quick_imports():
+        from common.processes import start_processes
+        from conditions.training_condition import check_condition, find_annotations, load_condition
+        from image_data.sources import open_source
+        from image_data.store import load_training_images
+        from training.setup import build_run, check_before_work, execute
 
     processes = start_processes(config)
     check_before_work(config, processes)

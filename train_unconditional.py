@@ -7,7 +7,7 @@ accelerate launch --multi_gpu train_unconditional.py --config configs/cifar10.ya
 
 import sys
 
-from common.errors import run_script
+from common.errors import quick_imports, run_script
 from run_folder.config import parse_config
 
 
@@ -15,11 +15,12 @@ def main() -> None:
     config = parse_config(sys.argv[1:])
 
     # Heavy imports come late, so that --help and a mistake in a flag are answered at once.
-    from common.processes import start_processes
-    from conditions.condition import NoCondition
-    from image_data.sources import open_source
-    from image_data.store import load_training_images
-    from training.setup import build_run, check_before_work, execute
+    with quick_imports():
+        from common.processes import start_processes
+        from conditions.condition import NoCondition
+        from image_data.sources import open_source
+        from image_data.store import load_training_images
+        from training.setup import build_run, check_before_work, execute
 
     processes = start_processes(config)
     check_before_work(config, processes)

@@ -4,15 +4,18 @@
 
 The script is not changed. Hooks of torch count the steps of whatever optimiser it has and hold it there until the next
 order; an order is a number of steps, the answer the seconds that they took. The first answer comes after the first
-step.
+step. What is hooked is imported when the script does that, and not before.
 """
 
+import importlib.abc
+import importlib.machinery
 import os
 import runpy
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from benchmarks.measuring import Orders
 
@@ -31,7 +34,7 @@ class Turns:
         if self.left > 0:
             return
         if self.left < 0:  # the first of all
-            self.orders.answer(**times, first_step=time.perf_counter())
+            self.orders.answer(**times, first_step=time.perf_counter(), processor_seconds=time.process_time())
         else:
             self.orders.answer(seconds=time.perf_counter() - self.start)
         self.left = int(self.orders.next())
@@ -54,15 +57,34 @@ def note_first_batch(module: object, _: object) -> None:
         times.setdefault("first_batch", time.perf_counter())
 
 
+class Hooks(importlib.abc.MetaPathFinder):
+    """Does something to each of these modules as soon as it has been imported."""
+
+    def __init__(self, actions: dict[str, Callable[[ModuleType], object]]) -> None:
+        self.actions = actions
+
+    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        """Find a module as Python does, and let the action follow its execution."""
+        action = self.actions.pop(name, None)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if action else None
+        if spec:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (execute(module), action(module))
+        return spec
+
+
+def hook_loading(module: ModuleType) -> None:
+    module.load_dataset = noting("data_asked_for", module.load_dataset)
+
+
 def main() -> None:
     orders, (script, *arguments) = Orders(), sys.argv[1:]
-    import datasets
-    from torch.nn.modules.module import register_module_forward_pre_hook
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    datasets.load_dataset = noting("data_asked_for", datasets.load_dataset)
-    register_module_forward_pre_hook(note_first_batch)
-    register_optimizer_step_post_hook(Turns(orders))
+    actions = {
+        "datasets.load": hook_loading,
+        "torch.nn.modules.module": lambda module: module.register_module_forward_pre_hook(note_first_batch),
+        "torch.optim.optimizer": lambda module: module.register_optimizer_step_post_hook(Turns(orders)),
+    }
+    sys.meta_path.insert(0, Hooks(actions))
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -1,6 +1,9 @@
 """How a script starts and ends: whatever goes wrong is one line on the terminal and an exit code, not a traceback."""
 
+import atexit
 import errno
+import gc
+import importlib.util
 import io
 import os
 import re
@@ -12,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 from common.interruption import EXIT_INTERRUPTED, Interrupted, catch_signals, release_signals
 
@@ -20,6 +24,8 @@ LONGEST_HEAD_START = 10
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")  # of the Hub
+# Packages that import all their modules, and with those scipy, torchvision and much of transformers.
+TOO_LARGE = ("diffusers.models.transformers", "diffusers.models.unets")
 
 
 class UserError(Exception):
@@ -72,6 +78,36 @@ def run_script(main: Callable[[], None]) -> None:
         if is_local_main:
             say(str(stop))
         sys.exit(EXIT_INTERRUPTED)
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import in here what takes long: without looking for garbage, of which there is none, and of diffusers in parts.
+
+    What is there in the end, modules for the most part, is not looked at again.
+    """
+    gc.disable()
+    try:
+        for name in TOO_LARGE:
+            if name not in sys.modules and (spec := importlib.util.find_spec(name)):
+                sys.modules[name] = importlib.util.module_from_spec(spec)
+                sys.modules[name].__class__ = PackageInParts
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # some libraries count what is left in the end
+        gc.enable()
+
+
+class PackageInParts(ModuleType):
+    """A package of which single modules can be imported; it imports all of them when asked for anything else."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.__class__ = ModuleType
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
 
 
 def say(message: str) -> None:

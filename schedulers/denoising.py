@@ -183,7 +183,8 @@ class DDPM(ExactMethod):
         if variance_type is None and learned and not (skips_timesteps and learned == "learned"):
             variance_type = learned
         variance_type = variance_type or ("fixed_small" if skips_timesteps else "fixed_large")
-        self.scheduler = with_variance(scheduler.config, variance_type)
+        is_right = variance_type == scheduler.config.variance_type  # as in most trainings; a second one takes long
+        self.scheduler = scheduler if is_right else with_variance(scheduler.config, variance_type)
         self.mean_and_deviation = self.scheduler.posterior
         self.settings["variance_type"] = variance_type
         self.folder_name += f"-{variance_type}"

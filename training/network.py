@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.utils.checkpoint
-from diffusers import UNet2DConditionModel, UNet2DModel
+from diffusers import ModelMixin, UNet2DModel
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
@@ -15,7 +15,7 @@ from common.files import check_layers
 from run_folder.config import TrainingConfig
 from schedulers.ddpm import LEARNED_VARIANCES
 
-Network = UNet2DModel | UNet2DConditionModel
+Network = ModelMixin  # a UNet2DModel or, if it reads text, a UNet2DConditionModel
 # {"num_class_embeds": n} for a class, which is added to the timestep's embedding, {"cross_attention_dim": n} for text.
 Conditioning = dict[str, int] | None
 
@@ -113,14 +113,22 @@ def build_unet(
         "dropout": dropout,
         **(condition or {}),
     }
-    text = reads_text(condition)
-    unet = UNet2DConditionModel(**with_cross_attention(settings)) if text else UNet2DModel(**settings)
+    unet = kind_of_network(condition)(**with_cross_attention(settings) if reads_text(condition) else settings)
     initialize_like_paper(unet, generator)
     return unet
 
 
 def reads_text(condition: Conditioning) -> bool:
     return "cross_attention_dim" in (condition or {})
+
+
+def kind_of_network(condition: Conditioning) -> type[Network]:
+    """Return the class of a network with this condition; that for text takes a second to import."""
+    if not reads_text(condition):
+        return UNet2DModel
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel
 
 
 def with_cross_attention(settings: dict[str, object]) -> dict[str, object]:
@@ -138,7 +146,7 @@ def with_cross_attention(settings: dict[str, object]) -> dict[str, object]:
 def load_network(name_or_path: str, resolution: int, condition: Conditioning = None) -> Network:
     """Load the network that a config.json describes (a file, a folder or a Hub id), and try it with one image."""
     flag = f"--model_config_name_or_path {name_or_path}"
-    kind = UNet2DConditionModel if reads_text(condition) else UNet2DModel
+    kind = kind_of_network(condition)
     if not Path(name_or_path).exists():
         try:
             kind.load_config(name_or_path)
