@@ -30,10 +30,10 @@ from common.machine import default_num_workers
 
 EPOCHS, BATCH_SIZE, RESOLUTION, PHOTO = 4, 64, 64, (160, 120)
 WARM_UP = BATCH_SIZE  # photos, which only have everything imported
-SECONDS_BETWEEN_LOOKS = 0.25  # at the memory, which takes some milliseconds
+SECONDS_BETWEEN_LOOKS = 0.5  # at the memory, which takes some milliseconds
 HERE, PEER = "here", "DataLoader and ImageFolder"
 FASTER, MOST_BYTES_AN_IMAGE = 1.2, 1024
-ROUNDS = 3
+ROUNDS = 2
 
 
 def write_photos(folder: Path, count: int) -> None:
@@ -48,6 +48,8 @@ def write_photos(folder: Path, count: int) -> None:
 
 def here(folder: Path, cache: Path, workers: int) -> int:
     """Take four epochs of batches as the training does, and return the number of images."""
+    import torch
+
     from common.processes import start_processes
     from conditions.condition import NoCondition
     from image_data.batches import TrainingBatches
@@ -59,6 +61,7 @@ def here(folder: Path, cache: Path, workers: int) -> int:
     flags = [str(folder), f"--resolution={RESOLUTION}", f"--num_workers={workers}", f"--cache_dir={cache}"]
     config = parse_config([*flags, "--interpolation=bicubic", "--in_memory_limit_gb=0"])
     processes = start_processes(config)
+    torch.set_num_threads(1)
     data = load_training_images(config, open_source(config, processes), processes)
     batches = TrainingBatches(data, NoCondition(), 0, BATCH_SIZE, 1, processes)
     count, iterator = 0, batches.from_step(0)
@@ -70,10 +73,12 @@ def here(folder: Path, cache: Path, workers: int) -> int:
 
 def there(folder: Path, workers: int) -> int:
     """Do the same as most training scripts do."""
+    import torch
     from torch.utils.data import DataLoader
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 
+    torch.set_num_threads(1)
     steps = [transforms.Resize(RESOLUTION, transforms.InterpolationMode.BICUBIC), transforms.RandomCrop(RESOLUTION)]
     steps += [transforms.RandomHorizontalFlip(), transforms.ToTensor(), transforms.Normalize([0.5], [0.5])]
     images = ImageFolder(str(folder), transforms.Compose(steps))
@@ -84,9 +89,7 @@ def there(folder: Path, workers: int) -> int:
 def work(way: str, workers: int) -> None:
     """Serve a `Worker`: an order is a folder of photos and one for caches."""
     import psutil
-    import torch
 
-    torch.set_num_threads(1)
     orders = Orders()
     orders.answer()
     peak = 0

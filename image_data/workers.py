@@ -110,6 +110,7 @@ def _send_result(function: Callable[[], Any], writer: Connection) -> None:
     for number in STOPS:
         signal.signal(number, signal.SIG_DFL)
     _end_with_parent()
+    gc.freeze()  # to look for garbage among the main process's objects would copy them all
     try:
         writer.send(function())
     except UserError as error:
