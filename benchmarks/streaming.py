@@ -3,9 +3,13 @@
 
     python -m benchmarks.streaming
 
-Photos of random smooth shapes are written as JPEG. Both decode them anew at every epoch, with as many workers: resize
-the shorter side, crop at random, mirror at random, as floats in [-1, 1]. The project looks at every photo once before,
-which counts here. Memory is that of the process and its workers, at its peak: with all photos, and with a quarter.
+Photos of random smooth shapes are written as JPEG. Both decode them anew at every epoch by Pillow, with as many
+workers: resize the shorter side to 64 pixels, antialiased and bicubic, crop at random, mirror at random, as floats in
+[-1, 1]. Listing the files counts, and so does the project's look at every photo before the first epoch; imports do not.
+The main process of both has one thread: it hardly works, and OpenMP's others would wait on the workers' cores.
+
+Memory is that of the process and its workers (PSS: what they share counts once), at its peak, with all photos and with
+a quarter of them.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from common.errors import run_script
 from common.machine import default_num_workers
 
 EPOCHS, BATCH_SIZE, RESOLUTION, PHOTO = 4, 64, 64, (160, 120)
+WARM_UP = BATCH_SIZE  # photos, which only have everything imported
+SECONDS_BETWEEN_LOOKS = 0.5  # at the memory, which takes some milliseconds
 HERE, PEER = "here", "DataLoader and ImageFolder"
 FASTER, MOST_BYTES_AN_IMAGE = 1.2, 1024
 ROUNDS = 2
@@ -42,6 +48,8 @@ def write_photos(folder: Path, count: int) -> None:
 
 def here(folder: Path, cache: Path, workers: int) -> int:
     """Take four epochs of batches as the training does, and return the number of images."""
+    import torch
+
     from common.processes import start_processes
     from conditions.condition import NoCondition
     from image_data.batches import TrainingBatches
@@ -51,8 +59,9 @@ def here(folder: Path, cache: Path, workers: int) -> int:
     from schedulers.loss import normalise
 
     flags = [str(folder), f"--resolution={RESOLUTION}", f"--num_workers={workers}", f"--cache_dir={cache}"]
-    config = parse_config([*flags, "--in_memory_limit_gb=0"])
+    config = parse_config([*flags, "--interpolation=bicubic", "--in_memory_limit_gb=0"])
     processes = start_processes(config)
+    torch.set_num_threads(1)
     data = load_training_images(config, open_source(config, processes), processes)
     batches = TrainingBatches(data, NoCondition(), 0, BATCH_SIZE, 1, processes)
     count, iterator = 0, batches.from_step(0)
@@ -64,12 +73,14 @@ def here(folder: Path, cache: Path, workers: int) -> int:
 
 def there(folder: Path, workers: int) -> int:
     """Do the same as most training scripts do."""
+    import torch
     from torch.utils.data import DataLoader
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 
-    steps = [transforms.Resize(RESOLUTION), transforms.RandomCrop(RESOLUTION), transforms.RandomHorizontalFlip()]
-    steps += [transforms.ToTensor(), transforms.Normalize([0.5], [0.5])]
+    torch.set_num_threads(1)
+    steps = [transforms.Resize(RESOLUTION, transforms.InterpolationMode.BICUBIC), transforms.RandomCrop(RESOLUTION)]
+    steps += [transforms.RandomHorizontalFlip(), transforms.ToTensor(), transforms.Normalize([0.5], [0.5])]
     images = ImageFolder(str(folder), transforms.Compose(steps))
     loader = DataLoader(images, BATCH_SIZE, shuffle=True, num_workers=workers, drop_last=True)
     return sum(len(batch) for _ in range(EPOCHS) for batch, _ in loader)
@@ -90,15 +101,16 @@ def work(way: str, workers: int) -> None:
             family, held = [process, *process.children(recursive=True)], 0
             for member in family:
                 try:
-                    held += member.memory_full_info().uss  # what no other shares
+                    held += member.memory_full_info().pss
                 except (psutil.NoSuchProcess, psutil.AccessDenied):
                     continue
             peak = max(peak, held)
-            time.sleep(0.05)
+            time.sleep(SECONDS_BETWEEN_LOOKS)
 
     threading.Thread(target=watch, daemon=True).start()
     while True:
         folder, cache = map(Path, orders.next().split("\t"))
+        peak = 0
         start = time.perf_counter()
         count = here(folder, cache, workers) if way == HERE else there(folder, workers)
         orders.answer(seconds=time.perf_counter() - start, images=count, peak=peak)
@@ -106,7 +118,7 @@ def work(way: str, workers: int) -> None:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--images", type=int, default=4000, help="photos (default: %(default)s)")
+    arguments.add_argument("--images", type=int, default=10_000, help="photos (default: %(default)s)")
     arguments.add_argument("--worker", nargs=2, help="used by the benchmark itself")
     options = arguments.parse_args()
     if options.worker:
@@ -118,16 +130,17 @@ def main() -> None:
     with TemporaryDirectory(prefix="benchmark-") as temporary:
         folder = Path(temporary)
         sizes = (count, count // 4)
-        for size in sizes:
+        for size in {*sizes, WARM_UP}:
             write_photos(folder / f"{size}", size)
 
         def once(way: str, size: int) -> float:
-            """Start a process for it, so that its memory is of nothing else."""
+            """Start a process for it, whose memory is of nothing else, and let it import what it needs."""
             name = f"{way}-{len(answers[way])}-{size}".replace(" ", "-")
             with closing(
                 Worker(way, "benchmarks.streaming", ["--worker", way, workers], folder / f"{name}.log")
             ) as one:
                 one.answer()
+                one.order(f"{folder / str(WARM_UP)}\t{folder / name}")
                 answer = one.order(f"{folder / str(size)}\t{folder / name}")
             answers[way].append({**answer, "photos": size})
             peaks[way][size] = max(answer["peak"], peaks[way].get(size, 0))

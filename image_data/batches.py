@@ -150,5 +150,6 @@ class TrainingBatches:
         images = self.images.crops(indices[mine], corners)
         if self.random_flip:
             flips = torch.rand(self.total_batch_size, generator=generator_for(self.seed, "flip", step))[mine] < 0.5
-            images[flips] = images[flips].flip(-1)
+            pixels, mirrored = images.numpy(), flips.numpy()  # whose indexing is several times as fast as torch's
+            pixels[mirrored] = pixels[mirrored, ..., ::-1]
         return images

@@ -69,7 +69,8 @@ def read_image_file(path: str | Path) -> bytes:
             raise UndecodableImage(f"a file of {status.st_size / 2**30:.1f} GB is no photo")
         if status.st_size == 0:
             raise UndecodableImage("the file is empty")
-        return Path(path).read_bytes()
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
 
 
 def decode_image(
@@ -83,13 +84,28 @@ def decode_image(
     with errors_as_undecodable():
         image = _upright(_open(data), data, MODES[channels])
         if resolution is not None:
-            image = _resize(image, resolution, Image.Resampling[interpolation.upper()])
+            # Antialiased, whatever the filter.
+            image = image.resize(_resized(image.size, resolution), Image.Resampling[interpolation.upper()])
         if center_crop:
             side = min(image.size)
             left, top = (image.width - side) // 2, (image.height - side) // 2
             image = image.crop((left, top, left + side, top + side))
         pixels = np.asarray(image).reshape(image.height, image.width, channels)
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def check_image(data: bytes, channels: int, resolution: int) -> tuple[int, int]:
+    """Raise if `decode_image` would; return height and width as stored.
+
+    All of the file is read, but of a JPEG only one pixel in 64 is computed, from the same data.
+    """
+    with errors_as_undecodable():
+        image = _open(data)
+        size = image.size
+        image.draft(image.mode, (1, 1))
+        _upright(image, data, MODES[channels])
+        _resized(_turned(size, _orientation(image)), resolution)
+        return size[::-1]
 
 
 def is_grey(data: bytes) -> bool:
@@ -185,7 +201,7 @@ def _in_eight_bits(image: Image.Image, data: bytes) -> Image.Image:
         return _grey(values if values.max() <= 1 else values / 255, "0..255")
     if image.has_transparency_data:
         return image.convert("RGBA")
-    return image.convert("L" if image.mode in ("1", "L") else "RGB")
+    return _in_mode(image, "L" if image.mode in ("1", "L") else "RGB")
 
 
 def _sixteen_bit_png(data: bytes) -> Image.Image:
@@ -215,12 +231,13 @@ def _in_mode(image: Image.Image, mode: str) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)
 
 
-def _resize(image: Image.Image, resolution: int, resampling: Image.Resampling) -> Image.Image:
-    scale = resolution / min(image.size)
-    size = tuple(max(resolution, round(side * scale)) for side in image.size)
-    if Image.MAX_IMAGE_PIXELS and size[0] * size[1] > Image.MAX_IMAGE_PIXELS:
-        raise UndecodableImage(f"too narrow to be resized: {image.width}x{image.height}")
-    return image.resize(size, resampling)  # antialiased, whatever it is
+def _resized(size: tuple[int, int], resolution: int) -> tuple[int, int]:
+    """Return the size that an image gets; raise if it is no size for one."""
+    scale = resolution / min(size)
+    width, height = (max(resolution, round(side * scale)) for side in size)
+    if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
+        raise UndecodableImage(f"too narrow to be resized: {size[0]}x{size[1]}")
+    return width, height
 
 
 def _palette_is_grey(image: ImageFile.ImageFile) -> bool:

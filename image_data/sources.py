@@ -1,6 +1,7 @@
 """From what a user names (a Hub id, a folder, "digits") to rows of image files."""
 
 import contextlib
+import functools
 import glob
 import hashlib
 import logging
@@ -41,9 +42,6 @@ class ImageSource:
     fingerprint: str  # the same in every process and run as long as the data are the same
     rows: Sequence[int]  # the row in the split of each image here
 
-    def __post_init__(self) -> None:
-        self._images = self.dataset.select_columns(self.image_column).with_format(None)
-
     def __len__(self) -> int:
         return len(self.dataset)
 
@@ -60,7 +58,7 @@ class ImageSource:
 
     def read(self, index: int) -> bytes:
         """Return the bytes of an image file; raise `UndecodableImage` if it cannot be read."""
-        image = self._images[index][self.image_column]
+        image = self._stored(index)
         if image is None:
             raise UndecodableImage("there is no image in this row")
         if image["bytes"] is not None:
@@ -71,10 +69,14 @@ class ImageSource:
 
     def describe(self, index: int) -> str:
         """Tell the user where this image is."""
-        image = self._images[index][self.image_column]
+        image = self._stored(index)
         if image is not None and image["bytes"] is None:
             return image["path"]
         return f"row {self.rows[index]} of {self}"
+
+    def _stored(self, index: int) -> dict | None:
+        """Return bytes and path from the table beneath the data set, in a tenth of the time that the latter takes."""
+        return self.dataset.data.column(self.image_column)[self.rows[index]].as_py()  # `select` leaves the table whole
 
     def detect_channels(self) -> int:
         """Return 1 if all images of an even sample are grey, otherwise 3."""
@@ -182,7 +184,7 @@ def _load_image_folder(options: DataOptions, split: str) -> "DatasetDict":
     The folders are searched here, because `datasets` does not follow links, and guesses: one photo called `test_1.jpg`
     and it takes that one for the whole data set.
     """
-    import datasets
+    from image_data.workers import call_in_child
 
     folder = options.train_data_dir
     path = _existing_folder(folder, "--train_data_dir")
@@ -191,8 +193,17 @@ def _load_image_folder(options: DataOptions, split: str) -> "DatasetDict":
     patterns = {name: [f"{glob.escape(each)}/*" for each in found] for name, found in folders.items() if found}
     if not patterns:
         raise UserError(f"--train_data_dir {folder}: there are no images in this folder ({path})")
+    # While `datasets` lists the files it needs 2.5 KB for each, which Python does not give back.
+    return call_in_child(functools.partial(_read_image_folder, folder, folders, patterns, _cache_of_datasets(options)))
+
+
+def _read_image_folder(
+    folder: str, folders: dict[str, list[str]], patterns: dict[str, list[str]], cache_dir: str | None
+) -> "DatasetDict":
+    import datasets
+
     try:
-        return datasets.load_dataset("imagefolder", data_files=patterns, cache_dir=_cache_of_datasets(options))
+        return datasets.load_dataset("imagefolder", data_files=patterns, cache_dir=cache_dir)
     except Exception as error:
         tables = [Path(each, name) for part in folders.values() for each in part for name in TABLES]
         there = ", ".join(printable(str(table)) for table in tables if table.exists())
@@ -259,23 +270,29 @@ def _split_folders(path: str) -> dict[str, str]:
 
 def _load_local_folder(options: DataOptions, split: str) -> "dict[str, Dataset] | DatasetDict":
     """Load a folder as `datasets` reads it: parquet, CSV, images and more, or what `save_to_disk` wrote."""
-    import datasets
+    from image_data.workers import call_in_child
 
     path = _existing_folder(options.dataset_name, "--dataset_name")
+    loaded = call_in_child(functools.partial(_read_local_folder, options, path, split))
+    if any(dataset.builder_name == "imagefolder" for dataset in loaded.values()):
+        _folders_with_images(path, options.on_bad_image)  # for the images that are not read
+    return loaded
+
+
+def _read_local_folder(options: DataOptions, path: str, split: str) -> "dict[str, Dataset] | DatasetDict":
+    import datasets
+
     try:
         _check_arrow_files(path)
         if Path(path, datasets.config.DATASET_STATE_JSON_FILENAME).exists():
             return {split: datasets.load_from_disk(path)}
         if Path(path, datasets.config.DATASETDICT_JSON_FILENAME).exists():
             return datasets.load_from_disk(path)
-        loaded = datasets.load_dataset(path, options.dataset_config_name, cache_dir=_cache_of_datasets(options))
+        return datasets.load_dataset(path, options.dataset_config_name, cache_dir=_cache_of_datasets(options))
     except datasets.data_files.EmptyDatasetError as error:
         raise UserError(f"--dataset_name {options.dataset_name}: there are no data in this folder ({path})") from error
     except Exception as error:
         raise UserError(f"--dataset_name {options.dataset_name} cannot be read: {_root_cause(error)}") from error
-    if any(dataset.builder_name == "imagefolder" for dataset in loaded.values()):
-        _folders_with_images(path, options.on_bad_image)  # for the images that are not read
-    return loaded
 
 
 def _check_arrow_files(path: str) -> None:

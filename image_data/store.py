@@ -28,7 +28,7 @@ from common.files import default_cache_dir, file_checksum, load_safetensors, sav
 from common.machine import default_num_workers
 from common.processes import Processes
 from image_data.data_options import INTERPOLATION, DataOptions
-from image_data.decode import UndecodableImage, decode_image, stored_size
+from image_data.decode import UndecodableImage, check_image, decode_image, stored_size
 from image_data.sources import ImageSource, spread
 from image_data.workers import map_in_chunks
 
@@ -110,11 +110,12 @@ class ImageDecoder:
         return decode_image(data, self.channels, self.resolution, self.center_crop, self.interpolation)
 
     def attempt(self, row: int, keep_pixels: bool = False) -> Decoded | UndecodableImage:
-        """Decode a row and return its pixels, if they are wanted, and its size; or return the error."""
+        """Return the pixels of a row, if they are wanted, and its size; or return the error of decoding it."""
         try:
             data = self.source.read(row)
-            pixels = self._decode(data)
-            return Decoded(pixels if keep_pixels else None, stored_size(data))
+            if not keep_pixels:
+                return Decoded(None, check_image(data, self.channels, self.resolution))
+            return Decoded(self._decode(data), stored_size(data))
         except UndecodableImage as error:
             return error
 
@@ -146,13 +147,14 @@ class _Images:
 
         A larger image is cropped: `corners`, [n, 2] in [0, 1), is where between top and bottom, left and right.
         """
-        size, crops = self._decoder.resolution, []
-        for index, (down, right) in zip(indices.tolist(), corners.tolist(), strict=True):
+        size = self._decoder.resolution
+        crops = np.empty((len(indices), self._decoder.channels, size, size), np.uint8)
+        for crop, index, (down, right) in zip(crops, indices.tolist(), corners.tolist(), strict=True):
             image = self._image(index)
             _, height, width = image.shape
             top, left = int(down * (height - size + 1)), int(right * (width - size + 1))
-            crops.append(image[:, top : top + size, left : left + size])
-        return torch.stack(crops)
+            crop[:] = image[:, top : top + size, left : left + size]
+        return torch.from_numpy(crops)
 
 
 class InMemoryImages(_Images):
@@ -169,18 +171,18 @@ class InMemoryImages(_Images):
             return super().crops(indices, corners)
         return self._pixels.view(len(self), self._decoder.channels, self._decoder.resolution, -1)[indices]
 
-    def _image(self, index: int) -> torch.Tensor:
+    def _image(self, index: int) -> np.ndarray:
         start, end = self._index.offsets[index : index + 2].tolist()
-        return self._pixels[start:end].view(self._decoder.channels, int(self._index.heights[index]), -1)
+        return self._pixels[start:end].numpy().reshape(self._decoder.channels, self._index.heights[index], -1)
 
 
 class StreamedImages(_Images):
     """Images that are decoded each time they are wanted; otherwise as `InMemoryImages`, to the last bit."""
 
-    def _image(self, index: int) -> torch.Tensor:
+    def _image(self, index: int) -> np.ndarray:
         row = int(self.kept[index])
         try:
-            return torch.from_numpy(self._decoder.decode(row))
+            return self._decoder.decode(row)
         except UndecodableImage as error:
             where = self._decoder.source.describe(row)
             raise UserError(f"{where} has changed since the images were checked: {error}") from error
@@ -214,8 +216,8 @@ def _find(decoder: ImageDecoder, folder: Path) -> _Index | None:
     with contextlib.suppress(OSError):
         is_whole = index is not None and file_checksum(folder / PIXELS) == index.pixels
     if is_whole:
-        left_out = set(range(len(decoder.source))).difference(index.kept.tolist())
-        if all(isinstance(decoder.attempt(row), UndecodableImage) for row in left_out):
+        left_out = np.setdiff1d(np.arange(len(decoder.source)), index.kept, assume_unique=True)
+        if all(isinstance(decoder.attempt(row), UndecodableImage) for row in left_out.tolist()):
             return index
     else:
         logger.warning("%s: the decoded images are not what was written there, and are made again", folder)
@@ -252,32 +254,33 @@ def _prepare(decoder: ImageDecoder, folder: Path, keep_pixels: bool, num_workers
 
 def _write_pixels(decoder: ImageDecoder, file: BinaryIO | None, num_workers: int, on_bad_image: str) -> _Index:
     """Decode every image once, and write the pixels if there is a file for them."""
-    kept, shapes, skipped, enlarged = [], [], [], []
+    shapes, skipped, enlarged = [], [], []
     bytes_of_a_square = decoder.channels * decoder.resolution**2
     size = min(MOST_IMAGES_PER_CHUNK, max(1, MOST_BYTES_PER_CHUNK // bytes_of_a_square))
     rows, description = range(len(decoder.source)), "Checking images" if file is None else "Decoding"
+    kept = np.ones(len(rows), bool)
     attempt = functools.partial(decoder.attempt, keep_pixels=file is not None)
     with contextlib.closing(map_in_chunks(attempt, rows, size, num_workers, description)) as chunks:
         for row, outcome in enumerate(itertools.chain.from_iterable(chunks)):
             if isinstance(outcome, UndecodableImage):
+                kept[row] = False
                 skipped.append(f"{decoder.source.describe(row)}: {outcome}")
                 _refuse_bad_images(skipped, on_bad_image)
                 continue
-            kept.append(row)
             if min(outcome.size) < decoder.resolution:
                 enlarged.append((min(outcome.size), row))
             if outcome.pixels is not None:
                 file.write(outcome.pixels.data)
                 shapes.append(outcome.pixels.shape)
-    if not kept:
+    if not kept.any():
         raise UserError(f"none of the {len(rows)} images can be decoded, the first being {skipped[0]}")
     if enlarged:
         side, row = min(enlarged)
         message = "%d of %d images are enlarged, as a side is below %d pixels; that of %s is %d"
-        logger.warning(message, len(enlarged), len(kept), decoder.resolution, decoder.source.describe(row), side)
+        logger.warning(message, len(enlarged), kept.sum(), decoder.resolution, decoder.source.describe(row), side)
     shapes = np.array(shapes, np.int64).reshape(-1, 3)
     return _Index(
-        kept=np.array(kept, np.int64),
+        kept=np.flatnonzero(kept),
         heights=shapes[:, 1].astype(np.int32),
         widths=shapes[:, 2].astype(np.int32),
         offsets=np.concatenate([[0], shapes.prod(axis=1).cumsum()]),

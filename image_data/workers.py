@@ -4,11 +4,13 @@ import contextlib
 import functools
 import gc
 import logging
+import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -79,6 +81,42 @@ def process_files(
     return done
 
 
+def call_in_child(function: Callable[[], Any]) -> Any:
+    """Return `function()`, computed in a process that then ends, and takes along what memory that has needed.
+
+    It is computed here if there can be no such process, or if that is ended from outside.
+    """
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.Process(target=_send_result, args=(function, writer), daemon=True)
+    with reader, writer:
+        try:
+            child.start()
+        except OSError:
+            return function()
+        writer.close()
+        try:
+            result = reader.recv()
+        except EOFError:
+            return function()
+        finally:
+            child.kill()
+            child.join()
+    if isinstance(result, UserError):
+        raise result
+    return result
+
+
+def _send_result(function: Callable[[], Any], writer: Connection) -> None:
+    for number in STOPS:
+        signal.signal(number, signal.SIG_DFL)
+    _end_with_parent()
+    gc.freeze()  # to look for garbage among the main process's objects would copy them all
+    try:
+        writer.send(function())
+    except UserError as error:
+        writer.send(error)
+
+
 class _Calls(Dataset):
     """The results of a function. A `UserError` is one: raised in a worker, it would arrive wrapped in a traceback."""
 
@@ -123,6 +161,10 @@ def _start_worker(worker_id: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     # torch's own watch over the main process fails where a worker waits for somebody to read its results: the other
     # workers, which were forked from the same process, hold that pipe open for ever.
+    _end_with_parent()
+
+
+def _end_with_parent() -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 

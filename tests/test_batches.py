@@ -24,7 +24,7 @@ from common.machine import default_num_workers
 from conditions.condition import NoCondition
 from image_data.batches import TrainingBatches, epoch_order
 from image_data.store import ImageDecoder, TrainingImages
-from image_data.workers import map_in_workers
+from image_data.workers import call_in_child, map_in_workers
 
 CIFAR10 = ROOT / "../shared/data/cifar10"
 
@@ -289,6 +289,28 @@ def square(item):
 
 def test_results_come_in_order_from_single_threaded_workers():
     assert list(map_in_workers(square, range(9), 2)) == [(item**2, 1) for item in range(9)]
+
+
+def test_a_call_in_a_child():
+    assert call_in_child(os.getpid) not in (os.getpid(), None)
+    assert not multiprocessing.active_children()
+    with pytest.raises(UserError, match="the folder is gone"):
+        call_in_child(complain)
+
+
+def complain():
+    raise UserError("the folder is gone")
+
+
+def test_a_child_that_is_ended_or_cannot_be_is_not_needed(monkeypatch):
+    main = os.getpid()
+    assert call_in_child(lambda: "here" if os.getpid() == main else os.kill(os.getpid(), signal.SIGKILL)) == "here"
+
+    def no_memory(_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", no_memory)
+    assert call_in_child(os.getpid) == main
 
 
 def test_default_num_workers(monkeypatch):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from image_data.decode import UndecodableImage, decode_image, is_grey, stored_size
+from image_data.decode import UndecodableImage, check_image, decode_image, is_grey, stored_size
 
 RAMP = np.array([[0, 1, 2], [50, 77, 128], [200, 254, 255]], np.uint8)  # 3x3 grey
 COLOURS = np.array([[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [10, 20, 30]]], np.uint8)  # 2x2 RGB
@@ -330,6 +330,40 @@ def test_every_truncation_is_one_kind_of_error():
                 decode_image(data[:length], 3, 16, True)
             except UndecodableImage:
                 continue
+
+
+def outcome(function):
+    try:
+        return function()
+    except UndecodableImage as error:
+        return str(error)
+
+
+def damaged_photos():
+    """JPEGs of several kinds and other files: cut off, overwritten somewhere, or with another header."""
+    random, photo = np.random.default_rng(5), Image.fromarray(NOISE).resize((90, 70), Image.Resampling.BICUBIC)
+    kinds = [("JPEG", {}), ("JPEG", {"progressive": True}), ("JPEG", {"subsampling": 0}), ("MPO", {"save_all": True})]
+    kinds += [("JPEG", {"restart_marker_rows": 1}), ("PNG", {}), ("WEBP", {}), ("GIF", {})]
+    files = [encode(photo, kind, **options) for kind, options in kinds]
+    files += [encode(photo.convert("CMYK"), "JPEG"), encode(photo.convert("L"), "JPEG", progressive=True)]
+    yield from files
+    for data in files:
+        for _ in range(10):
+            yield data[: random.integers(len(data))]
+            for end in (300, len(data)):
+                changed, start = bytearray(data), random.integers(end)
+                changed[start : start + random.integers(1, 9)] = random.bytes(1)
+                yield bytes(changed)
+
+
+def test_a_check_finds_what_decoding_would():
+    failed, photos = 0, [*damaged_photos(), *UNDECODABLE.values(), encode(np.zeros((20000, 1), np.uint8))]
+    for data in photos:
+        decoded = outcome(lambda data=data: decode_image(data, 3, 32, False))
+        checked = outcome(lambda data=data: check_image(data, 3, 32))
+        assert checked == (decoded if isinstance(decoded, str) else stored_size(data))
+        failed += isinstance(decoded, str)
+    assert 50 < failed < len(photos) - 50
 
 
 @pytest.mark.parametrize("limit", [63 * 64, 31 * 64])  # Pillow warns above its limit, and refuses above twice that

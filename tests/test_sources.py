@@ -32,6 +32,28 @@ def test_digits(load):
     assert source.detect_channels() == 1
 
 
+def test_files_are_those_of_the_data_set(load, photos, tmp_path):
+    tables = [photos, load("digits"), load("digits", max_train_samples=7)]
+    tables.append(load(train_data_dir=str(tmp_path / "photos"), max_train_samples=5))
+    for source in tables:
+        stored = source.dataset[:][source.image_column]
+        assert len(stored) == len(source)
+        assert [source.read(index) for index in range(len(source))] == [
+            one["bytes"] or Path(one["path"]).read_bytes() for one in stored
+        ]
+
+
+def test_the_memory_of_listing_files_is_not_kept(load, tmp_path, monkeypatch):
+    image_folder(tmp_path / "photos")
+    listed_here, load_dataset = [], datasets.load_dataset
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *args, **options: listed_here.append(1) or load_dataset(*args, **options)
+    )
+    assert len(load(train_data_dir=str(tmp_path / "photos"))) == 12
+    assert len(load(str(tmp_path / "photos"))) == 12
+    assert not listed_here  # but in other processes
+
+
 def test_class_folders(load, tmp_path):
     source = load(train_data_dir=str(image_folder(tmp_path / "my [photos]")))
     assert len(source) == 12

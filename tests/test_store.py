@@ -78,8 +78,9 @@ def test_workers_make_no_difference(photos, prepare, tmp_path):
 
 def test_what_is_prepared_is_found_again(photos, prepare, monkeypatch, tmp_path):
     decoded = []
-    decode_image = store.decode_image
-    monkeypatch.setattr(store, "decode_image", lambda *args: decoded.append(args) or decode_image(*args))
+    for name in ("decode_image", "check_image"):
+        function = getattr(store, name)
+        monkeypatch.setattr(store, name, lambda *args, call=function: decoded.append(args) or call(*args))
 
     first = prepare(photos)
     assert len(decoded) == 12
