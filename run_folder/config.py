@@ -538,7 +538,7 @@ def validate(config: TrainingConfig) -> None:
     if config.ddpm_beta_schedule == "jsd" and config.prediction_type == "epsilon":
         raise UserError(
             "--ddpm_beta_schedule jsd ends with noise alone, in which a network of --prediction_type epsilon sees no "
-            "x_0: choose v_prediction or sample"
+            "x_0: choose v_prediction, sample or mean"
         )
     if config.ddpm_beta_schedule == "jsd" and config.ddpm_num_steps == 1:
         raise UserError("--ddpm_beta_schedule jsd needs two --ddpm_num_steps or more: the last leaves noise alone")

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # The share of the wanted profile that the snapshots may leave unmet (an L2 norm): beyond it another average comes out.
 MOST_UNMET = 0.25
+# What the square of a coefficient costs beside that share's: about (rounding to float16 / distance to raw weights)^2.
+ROUNDING_COST = 1e-4
 
 
 def inner_products(
@@ -43,13 +45,24 @@ def inner_products(
 
 
 def combination(steps: np.ndarray, exponents: np.ndarray, step: int, exponent: float) -> tuple[np.ndarray, float]:
-    """Return the coefficients nearest to a profile (Algorithm 3), and the share of it that they leave unmet."""
+    """Return the coefficients nearest to a profile (Algorithm 3), and the share of it that they leave unmet.
+
+    Unlike in the paper their sum is 1, so that a weight that never changes stays as it is, and their squares have a
+    price: large ones of alternating sign would fit the profile a little better and multiply the rounding of snapshots.
+    """
+    is_kept = (steps == step) & np.isclose(exponents, exponent)
+    if is_kept.any():
+        return is_kept.astype(float), 0.0
     wanted = np.array([step]), np.array([exponent])
-    among, with_wanted = (inner_products(steps, exponents, *other) for other in ((steps, exponents), wanted))
-    coefficients = np.linalg.solve(among, with_wanted[:, 0])
     norm = inner_products(*wanted, *wanted).item()
-    unmet = norm - 2 * coefficients @ with_wanted[:, 0] + coefficients @ among @ coefficients
-    return coefficients, max(unmet / norm, 0.0) ** 0.5
+    among, with_wanted = (inner_products(steps, exponents, *other) / norm for other in ((steps, exponents), wanted))
+    count = len(steps)
+    equations = np.ones((count + 1, count + 1))  # the last is that of the sum, the last unknown its multiplier
+    equations[:count, :count] = among + ROUNDING_COST * np.eye(count)
+    equations[count, count] = 0
+    coefficients = np.linalg.solve(equations, np.append(with_wanted, 1))[:count]
+    unmet = 1 - 2 * coefficients @ with_wanted[:, 0] + coefficients @ among @ coefficients
+    return coefficients, max(unmet, 0.0) ** 0.5
 
 
 def at_length(model: SavedModel, length: float) -> SavedModel:

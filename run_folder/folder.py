@@ -56,6 +56,7 @@ TRACKERS = "trackers.json"  # under which names trackers know the run
 NOT_PUSHED = (
     *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in (*PIPELINE_FOLDERS, BEST))),
     *("evaluation_results.json", "evaluation_per_class.csv", REPORT, TRACKERS, SNAPSHOTS, BEST),
+    *(PROFILE_TRACE, PROFILE_TABLE),
 )
 PIPELINE_STEP = "_step"  # in the pipeline's index, where diffusers passes over names that begin so
 ROUNDING = 0.001  # seconds, of the training time in a line of metrics

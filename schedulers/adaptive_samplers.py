@@ -11,7 +11,7 @@ from torch.distributions import Beta
 from common.machine import to_device
 from common.randomness import generator_for
 from schedulers.ddpm import signal_to_noise
-from schedulers.timestep_samplers import EDM, LogSNRBins, TimestepSampler, UpdateProbe, positive
+from schedulers.timestep_samplers import EDM, LogSNRBins, TimestepSampler, UpdateProbe, log_snr_of, positive
 
 
 class LossSecondMoment(TimestepSampler):
@@ -300,7 +300,7 @@ class EDM2(EDM):
         self.learning_rate = learning_rate
         frequencies = torch.randn(128, generator=generator_for("edm2", "frequencies"), dtype=torch.float64)
         phases = torch.rand(128, generator=generator_for("edm2", "phases"), dtype=torch.float64)
-        log_sigma = -alphas_cumprod.logit()[:, None] / 2
+        log_sigma = -log_snr_of(alphas_cumprod)[:, None] / 2
         angles = 2 * math.pi * (log_sigma / 4 * frequencies + phases)
         self.features = angles.cos() * math.sqrt(2 / 128)
         self.layer = torch.zeros(128, dtype=torch.float64)

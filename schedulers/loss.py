@@ -132,15 +132,16 @@ class DiffusionLoss:
         output = network(x_t, t, **inputs).sample.float()
         target = self.process.target(x_0, epsilon, t)
         errors = self.error(output[:, : x_0.shape[1]], target).flatten(1).mean(1)
-        return self._with_variance(errors, output, x_0, x_t, t) if self.process.learns_variance else errors
+        return self._with_variance(errors, output, x_0, epsilon, t) if self.process.learns_variance else errors
 
     def _with_variance(
-        self, errors: torch.Tensor, output: torch.Tensor, x_0: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor
+        self, errors: torch.Tensor, output: torch.Tensor, x_0: torch.Tensor, epsilon: torch.Tensor, t: torch.Tensor
     ) -> torch.Tensor:
         """Return of every image L_hybrid = L_simple + 0.001 L_vlb (Nichol & Dhariwal 2021, eq. 16), or its term of L.
 
         L_vlb is T times the term at t. In L_hybrid it trains the variance alone.
         """
+        x_t = self.process.add_noise(x_0, epsilon, t)  # not perturbed: with it the target is the best prediction
         if self.is_bound:
             return self.process.bound(output, x_0, x_t, t)
         prediction, values = output.chunk(2, dim=1)
@@ -202,7 +203,7 @@ class DiffusionLoss:
     @contextmanager
     def around_update(self, network: torch.nn.Module, batch: Batch) -> Iterator[None]:
         """Let a sampler that measures what an update changes look before and after it."""
-        if not self.sampler.overrides("before_update", "after_update"):
+        if not self.sampler.looks_at_updates:
             yield
             return
         kl = partial(self._divergences, network, batch)
@@ -296,13 +297,18 @@ def build_loss(options: dict[str, object], process: ExactDDPMScheduler) -> Diffu
         flag = f"with --variance_type {process.config.variance_type}"
         if weighting not in ("none", "bound"):
             raise UserError(f"--loss_weighting {weighting}: {flag} it must be none, for L_hybrid, or bound, for L")
-        if sampler.needs_squared_errors or sampler.overrides("before_update", "after_update"):
+        if sampler.needs_squared_errors or sampler.looks_at_updates:
             raise UserError(
                 f"--timestep_sampler {options['timestep_sampler']}: learns from squared errors, and {flag} the loss is "
                 f"more than that"
             )
     error_ratio = prediction_of(process.config.prediction_type).error_ratio
     sampler.x_0_weights = weights.double() * error_ratio(process.alphas_cumprod)
+    if sampler.needs_squared_errors and len(unseen := (sampler.x_0_weights == 0).nonzero()):
+        raise UserError(
+            f"--loss_weighting {weighting}: counts the error of x_0 at t = {unseen[-1].item()} as 0, and "
+            f"--timestep_sampler {options['timestep_sampler']} learns from that error"
+        )
     return DiffusionLoss(process, sampler, weights, LOSSES[options["loss"]], options["input_perturbation"], is_bound)
 
 

@@ -147,8 +147,12 @@ class TimestepSampler:
         return any(getattr(type(self), name) is not getattr(TimestepSampler, name) for name in names)
 
     @property
+    def looks_at_updates(self) -> bool:
+        return self.overrides("before_update", "after_update")
+
+    @property
     def adapts(self) -> bool:
-        return self.overrides("observe", "before_update", "after_update")
+        return self.looks_at_updates or self.overrides("observe")
 
     @property
     def can_be_stratified(self) -> bool:

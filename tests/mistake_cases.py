@@ -438,7 +438,7 @@ family("conflicts", "train_unconditional.py {tiny} --output_dir=out", """
     --variance_type=learned --ddpm_num_steps=1 --ddpm_num_inference_steps=1 :: variance_type & two timesteps
     --evaluate_every=3                          :: evaluate_every 3 & multiple & checkpointing_steps
     --evaluate_every=5000 --evaluate_options=--ddim :: evaluate_options & hyphens
-    --ddpm_beta_schedule=jsd                    :: jsd & prediction_type epsilon
+    --ddpm_beta_schedule=jsd                    :: jsd & prediction_type epsilon & sample or mean
     --ddpm_beta_schedule=jsd --prediction_type=sample --beta_end=0.1 :: beta_end & jsd
     --clip_per_replica=4 --gradient_accumulation_steps=2 :: clip_per_replica 4 & gradient_accumulation_steps
     --clip_per_replica=7 --total_batch_size=128 :: 7 & total_batch_size

@@ -164,6 +164,32 @@ def test_infonoise_needs_squared_errors(error):
         build_loss(vars(config), build_scheduler())
 
 
+# A schedule that ends with noise alone.
+
+
+@pytest.mark.parametrize("weighting", ["none", "edm", "p2", "min_snr"])
+@pytest.mark.parametrize("prediction_type", ["v_prediction", "sample", "mean"])
+@pytest.mark.parametrize("name", ["loss_second_moment", "kingma_gao", "infonoise", "edm2", "marginal_return"])
+def test_noise_alone_is_learned_from_or_refused(name, prediction_type, weighting):
+    """Where nothing is left of the image, some weightings count its error as 0: the loss does not tell it."""
+    process = build_scheduler("jsd", 100, prediction_type=prediction_type)
+    config = TrainingConfig(timestep_sampler=name, loss_weighting=weighting, infonoise_floor=0.1, edm2_floor=0.1)
+    if name in ("infonoise", "marginal_return") and weighting in ("p2", "min_snr"):
+        message = f"--loss_weighting {weighting}: counts the error of x_0 at t = 99 as 0, and --timestep_sampler {name}"
+        with pytest.raises(UserError, match=message):
+            build_loss(vars(config), process)
+        return
+    loss = build_loss(vars(config), process)
+    for step in range(40):
+        t, weights = loss.sampler.sample(512, generator_for("timesteps", step))
+        assert weights.isfinite().all()
+        errors = torch.rand(512, generator=generator_for("errors", step), dtype=torch.float64)
+        loss.sampler.observe(step, t, errors * loss.weights[t])
+    assert loss.sampler.describe()[99] > 0
+    assert loss.sampler.signals()
+    assert all(signal.isfinite().all() for signal in loss.sampler.signals().values())
+
+
 # EDM2's learned expectation.
 
 

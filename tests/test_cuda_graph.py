@@ -193,6 +193,15 @@ def test_what_is_no_graph(flags, device, count, reason):
         check_cuda_graph(config, build_loss(vars(config), build_process(config)), processes)
 
 
+@pytest.mark.parametrize("looks", ["before_update", "after_update"])
+def test_a_sampler_of_the_user_s_that_looks_at_updates_is_no_graph(tmp_path, looks):
+    code = (
+        f"from schedulers.timestep_samplers import Uniform\nclass Mine(Uniform):\n    def {looks}(self, update): pass\n"
+    )
+    (tmp_path / "mine.py").write_text(code)
+    test_what_is_no_graph([f"--timestep_sampler={tmp_path}/mine.py:Mine"], "cuda", 1, ".*looks at the network")
+
+
 def test_a_plain_run_on_one_gpu_is_a_graph():
     config = parse_config(["--dataset_name=digits", "--cuda_graph", "--compile", "--mixed_precision=bf16"])
     processes = SimpleNamespace(device=torch.device("cuda:0"), count=1, precision="bf16")

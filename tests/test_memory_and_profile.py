@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,7 +101,29 @@ def test_a_profile(train, tmp_path):
     assert "profile" not in (run / "config.yaml").read_text()
 
 
-def test_a_run_that_is_too_short_for_a_profile(train, tmp_path, capfd):
-    run = train(tmp_path / "run", "--max_train_steps=3", *LENGTH[1:], "--profile=2")
+@pytest.mark.parametrize("steps", [3, 10])
+def test_a_run_that_is_too_short_for_a_profile(train, tmp_path, capfd, steps):
+    run = train(tmp_path / "run", f"--max_train_steps={steps}", *LENGTH[1:], "--profile=2")
     assert not (run / "profile.json").exists()
-    assert "--profile 2: the run ended before" in capfd.readouterr().err
+    warning = "--profile 2: the run ended before its steps 11 to 12, and there is no profile"
+    assert warning in capfd.readouterr().err
+
+
+def calls_of(run: Path) -> dict[str, float]:
+    """How often a step calls the convolutions, which only steps do, and all steps alike."""
+    _, *lines = (run / "profile.txt").read_text().splitlines()
+    calls = {name: float(calls) for _, _, calls, name in (line.split(maxsplit=3) for line in lines)}
+    return {name: calls[name] for name in calls if "convolution" in name}
+
+
+def test_a_run_that_ends_within_its_profile(train, tmp_path, capfd):
+    """What is in it is divided by the steps that it has."""
+    whole = train(tmp_path / "whole", "--max_train_steps=14", *LENGTH[1:], "--profile=2")
+    capfd.readouterr()
+    part = train(tmp_path / "part", "--max_train_steps=13", *LENGTH[1:], "--profile=6")
+    said = capfd.readouterr().err
+    assert "--profile 6: the run ended before its steps 14 to 16, and they are not in the profile" in said
+    assert "3 steps are in" in said
+    both = calls_of(whole).keys() & calls_of(part).keys()
+    assert "aten::convolution_backward" in both
+    assert {name: calls_of(part)[name] for name in both} == {name: calls_of(whole)[name] for name in both}

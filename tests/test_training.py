@@ -300,6 +300,17 @@ def assert_same_checkpoint(first, second) -> None:
         assert all(torch.equal(a[key], b[key]) for key in a), name
 
 
+def test_a_run_that_ended_after_its_profile_and_before_its_first_metrics_begins_again(train, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("config.yaml", "profile.json", "profile.txt"):
+        (run / name).touch()
+    train(run, "--max_train_steps=1")
+    assert (run / "metrics.jsonl").exists()
+    train(run, "--max_train_steps=1", "--overwrite")
+    assert not (run / "profile.json").exists()
+
+
 def test_what_is_not_a_run_is_left_alone(train, tmp_path):
     project = tmp_path / "project"
     (project / "unet").mkdir(parents=True)
@@ -350,6 +361,12 @@ def test_bf16_that_is_emulated_is_announced(train, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     train(tmp_path / "run", "--mixed_precision=bf16", "--max_train_steps=1")
     assert ("cpu has no instructions for bf16: it will be slower" in capsys.readouterr().err) == (not known)
+
+
+@pytest.mark.parametrize("prediction_type", ["mean", "sample"])
+def test_the_mean_in_bf16_is_warned_of(train, tmp_path, capsys, prediction_type):
+    train(tmp_path / "run", "--mixed_precision=bf16", f"--prediction_type={prediction_type}", "--max_train_steps=1")
+    assert ("bf16 rounds the mean" in capsys.readouterr().err) == (prediction_type == "mean")
 
 
 def test_the_gradient_scaler_of_fp16(train, tmp_path, monkeypatch):

@@ -201,6 +201,21 @@ def test_the_bound_within_the_hybrid_loss_does_not_train_the_mean(variance_type)
     assert (gradient[2:].abs().amax((2, 3)) > 0).all()  # here it trains both
 
 
+@pytest.mark.parametrize("weighting", ["none", "bound"])
+@pytest.mark.parametrize("prediction_type", PREDICTION_TYPES)
+def test_the_bound_of_perturbed_images_is_least_at_the_target(prediction_type, weighting):
+    """The target is that of the noise without the perturbation, and the bound's part of the loss agrees."""
+    t = torch.tensor([10, 500, 999])
+    flags = ["--variance_type=learned_range", f"--loss_weighting={weighting}", f"--prediction_type={prediction_type}"]
+    loss, plain = loss_with(*flags, "--input_perturbation=0.5"), loss_with(*flags)
+    output, errors, seen = output_and_loss(loss, t)
+    same_output, same_errors, clean = output_and_loss(plain, t)
+    assert not torch.allclose(seen["x_t"], clean["x_t"])
+    torch.testing.assert_close(errors, same_errors)
+    gradients = (torch.autograd.grad(one.sum(), of)[0] for one, of in ((errors, output), (same_errors, same_output)))
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -200,7 +200,7 @@ def check_cuda_graph(config: TrainingConfig, loss: DiffusionLoss, processes: Pro
         "the scaling of fp16 asks the host at every step": processes.precision == "fp16",
         "--gradient_checkpointing asks the host for the state of dropout": config.gradient_checkpointing,
         "captions come from the host, and differ in length": getattr(config, "condition", None) == "text",
-        f"{config.timestep_sampler} looks at the network within a step": loss.sampler.overrides("before_update"),
+        f"{config.timestep_sampler} looks at the network within a step": loss.sampler.looks_at_updates,
     }
     for reason, applies in reasons.items():
         if applies:

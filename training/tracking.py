@@ -186,6 +186,8 @@ class Tracking:
         if self.profiler is not None:
             with self.clock.paused():
                 self.profiler.step()
+                if ending:  # grids and checkpoints, which follow, are no part of a step
+                    self._end_profile()
         if state.step % STEPS_BETWEEN_COLLECTIONS == 0:
             gc.collect()  # on all processes at once
         line_due = state.step % self.logging_steps == 0
@@ -291,27 +293,42 @@ class Tracking:
 
     def close(self) -> None:
         if self.profiler is not None:
-            self.profiler.stop()
-            if self.profiler.step_num < STEPS_NOT_PROFILED + 1 + self.profiled_steps:
-                logger.warning(
-                    "--profile %d: the run ended before its steps %d to %d, and there is no profile",
-                    *(self.profiled_steps, STEPS_NOT_PROFILED + 2, STEPS_NOT_PROFILED + 1 + self.profiled_steps),
-                )
+            self._end_profile()
         self.bar.close()
         self._to_trackers(lambda tracker: tracker.finish())
+
+    def _end_profile(self) -> None:
+        """Stop the profiler, which writes what it has recorded, and say what is missing of it."""
+        self.profiler.stop()
+        wanted, missing = self.profiled_steps, self.profiled_steps - max(0, steps_recorded(self.profiler))
+        if missing > 0:
+            logger.warning(
+                "--profile %d: the run ended before its steps %d to %d, and %s",
+                *(wanted, STEPS_NOT_PROFILED + 2 + wanted - missing, STEPS_NOT_PROFILED + 1 + wanted),
+                "there is no profile" if missing == wanted else "they are not in the profile",
+            )
+        self.profiler = None
+
+
+def steps_recorded(profiler: torch.profiler.profile) -> int:
+    """Return how many steps have been over since the recording began, until it is complete."""
+    return profiler.step_num - STEPS_NOT_PROFILED - 1
 
 
 def open_profiler(steps: int, folder: RunFolder) -> torch.profiler.profile:
     """Record steps of a run, after those in which it warms up: a trace of every operation, and where the time went."""
 
     def write(profiler: torch.profiler.profile) -> None:
-        text = most_expensive(profiler.key_averages(), steps)
+        recorded = steps_recorded(profiler)
+        if recorded == 0:
+            return
+        text = most_expensive(profiler.key_averages(), recorded)
         try:
             profiler.export_chrome_trace(str(folder.profile_trace))
             write_atomically(folder.profile_table, text)
         except (OSError, RuntimeError) as error:
             logger.warning("%s cannot be written: %s", folder.profile_trace, reason_of(error))
-        logger.info("%d steps are in %s, for https://ui.perfetto.dev\n%s", steps, folder.profile_trace, text)
+        logger.info("%d steps are in %s, for https://ui.perfetto.dev\n%s", recorded, folder.profile_trace, text)
 
     plan = torch.profiler.schedule(skip_first=STEPS_NOT_PROFILED, wait=0, warmup=1, active=steps, repeat=1)
     profiler = torch.profiler.profile(schedule=plan, on_trace_ready=write)
