@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from common.errors import ROOT, RunFailed, UserError, reason_of
 from common.interruption import run_child
-from common.machine import usable_cores
+from common.machine import keep_freed_memory, usable_cores
 from common.progress import set_up_logging
 
 if TYPE_CHECKING:
@@ -284,6 +284,8 @@ def start_processes(options: ProcessOptions) -> Processes:
             f"GLOO_SOCKET_IFNAME=eth0 (`ip address` lists them)"
         ) from error
     check_devices(processes)
+    if processes.device.type == "cpu":
+        keep_freed_memory()
     set_up_logging(processes.is_main)
     logger.info(accelerator.state)
     # Launchers set one thread per process whatever the machine; a number the user chose is left alone. On GPUs too the

@@ -1,13 +1,16 @@
-"""--gradient_checkpointing and --profile: what they leave as it is, and what they are for."""
+"""--gradient_checkpointing, --profile, and memory that is kept: what they leave as it is, and what they are for."""
 
 import json
+import platform
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from conftest import losses_of, run_training
+from conftest import ROOT, losses_of, run_training
 from diffusers import UNet2DModel
 
 from run_folder.config import parse_config
@@ -127,3 +130,27 @@ def test_a_run_that_ends_within_its_profile(train, tmp_path, capfd):
     both = calls_of(whole).keys() & calls_of(part).keys()
     assert "aten::convolution_backward" in both
     assert {name: calls_of(part)[name] for name in both} == {name: calls_of(whole)[name] for name in both}
+
+
+PAGES = """
+import resource, sys, torch
+from common.machine import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+step = lambda: [torch.ones(5_000_000) for _ in range(8)]
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(3):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library decides for itself what it keeps")
+def test_what_a_step_frees_is_there_for_the_next():
+    """Counted in pages that the system had to clean: 160 MB a step are 40,000 of 4 kB."""
+    command = [sys.executable, "-c", PAGES]
+    run = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
+    counts = [int(subprocess.run([*command, how], **run).stdout) for how in ("kept", "as it is")]
+    assert counts[0] < 100 < 1000 < counts[1]
