@@ -2,6 +2,7 @@
 
 import re
 import resource
+import threading
 import weakref
 from functools import partial
 
@@ -263,6 +264,9 @@ def test_a_grid_that_does_not_fit(room_for, train, tmp_path):
     room_for(16)
     with pytest.raises(UserError, match=r"--eval_batch_size 40: such .* of cpu; by an estimate \d\d would"):
         train(tmp_path / "run", "--eval_batch_size=40", "--max_train_steps=2", "--save_images_steps=2")
+    for thread in threading.enumerate():  # as Python does when a script ends, for what is still being written
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
     assert (tmp_path / "run" / "checkpoint-2").is_dir()
 
 
