@@ -73,14 +73,16 @@ class Hooks(importlib.abc.MetaPathFinder):
         return spec
 
 
-def hook_loading(module: ModuleType) -> None:
-    module.load_dataset = noting("data_asked_for", module.load_dataset)
+def hook(function: str) -> Callable[[ModuleType], None]:
+    """Return what notes the first call of a function that asks for the data."""
+    return lambda module: setattr(module, function, noting("data_asked_for", getattr(module, function)))
 
 
 def main() -> None:
     orders, (script, *arguments) = Orders(), sys.argv[1:]
     actions = {
-        "datasets.load": hook_loading,
+        "datasets.load": hook("load_dataset"),
+        "image_data.sources": hook("load_images"),  # which lets a child call the other
         "torch.nn.modules.module": lambda module: module.register_module_forward_pre_hook(note_first_batch),
         "torch.optim.optimizer": lambda module: module.register_optimizer_step_post_hook(Turns(orders)),
     }
