@@ -10,6 +10,7 @@ given the project's noise for that, DDIM the timesteps that DDIMPipeline takes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -35,6 +36,7 @@ from benchmarks.measuring import (
     write_result,
 )
 from common.errors import RunFailed, run_script
+from common.machine import usable_cores
 
 BATCH, COMPARED = 32, 32
 PIPELINES = {"ddpm": "DDPMPipeline", "ddim": "DDIMPipeline"}
@@ -94,12 +96,11 @@ def there(run: Path) -> Callable[[str, int, bool], np.ndarray]:
 
     from diffusers import DDIMPipeline, DDIMScheduler, DDPMPipeline
 
-    from common.processes import start_processes
     from common.randomness import standard_normal
-    from generation.generate_options import parse_generation
     from schedulers.denoising import NOISE_KEY
 
-    start_processes(parse_generation([str(run)]))  # for the number of threads
+    if "OMP_NUM_THREADS" not in os.environ:  # as the project does; whatever else it sets up is its own
+        torch.set_num_threads(max(1, int(usable_cores())))
     ddpm = DDPMPipeline.from_pretrained(run)
     ddim = DDIMPipeline(ddpm.unet, DDIMScheduler.from_config(ddpm.scheduler.config))
     for pipeline in (ddpm, ddim):

@@ -25,7 +25,7 @@ from common.plots import drawing, legend_beside
 
 PAGES = (
     *("docs/speed.md", "docs/scaling.md", "README.md"),
-    *("docs/ablations.md", "docs/adaptive.md", "docs/ema.md", "docs/recipes.md"),
+    *("docs/ablations.md", "docs/adaptive.md", "docs/ema.md", "docs/recipes.md", "docs/results.md"),
 )
 PICTURES = {"profile_steps": "speed_profile.png", "scaling": "scaling.png"}
 MARKED = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -167,12 +167,30 @@ def scaling_model(results: Path) -> str:
     return "\n".join(parts)
 
 
+def inception_speed(results: Path) -> str:
+    """Return the speed of the Inception network, as published and in three ways here."""
+    path = results / "inception_speed.json"
+    if not path.exists():
+        return "`python benchmarks/inception_speed.py` has not been run.\n"
+    found = json.loads(path.read_text())
+    what = f"batches of {found['batch_size']} resized images, {found['machine']['cores']:g} cores"
+    text = f"| {what} | images/s | speed-up | features differ by |\n"
+    text += "|---|---|---|---|\n"
+    for way, rate in found["images_per_second"].items():
+        faster, off = found["times_torchscript"][way], found["difference_of_features"][way]
+        text += f"| {way} | {rate:.1f} | {faster:.2f} | {f'{off:.1e}' if off else ''} |\n"
+    rates = found["billion_operations_per_second"]
+    text += f"\n`evaluate.py` computes {rates['evaluate.py']:.0f} billion operations a second here, where a product of "
+    return text + f"two matrices of 4096 x 4096 comes to {rates['matrix product']:.0f}.\n"
+
+
 OWN: dict[str, Callable[[Path], str]] = {
     "summary": summary,
     "machine": machine,
     "profile": profile,
     "scaling_measured": scaling_measured,
     "scaling_model": scaling_model,
+    "inception_speed": inception_speed,
     **TABLES,
 }
 
