@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.short_runs import DATA, QUIET, ShortRunJudge, method_of, train_short
 from common.files import sha256, write_atomically
-from common.plots import NOTE, drawing
+from common.plots import COLOURS, drawing
 from run_folder.checkpoints import POWER_LENGTHS, WEIGHTS, power_exponent, snapshot_files
 from run_folder.ema_length import combination, profiles_of
 from run_folder.folder import RunFolder
@@ -112,14 +112,17 @@ def draw(results: dict[str, dict]) -> None:
         for (name, found), row in zip(results.items(), panels, strict=True):
             for axes, metric in zip(row, ("fid", "kid"), strict=True):
                 points = [(one["value"], one[metric]) for one in found["rows"] if one["average"] == "power"]
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=4)
-                for one in found["rows"]:
-                    if one["average"] == "power" or one[metric] > 2.5 * min(value for _, value in points):
-                        continue  # far above
-                    label = "raw weights" if one["average"] == "raw" else f"constant {one['value']}"
-                    axes.axhline(one[metric], color=NOTE, linewidth=1, linestyle="--")
-                    axes.annotate(label, (1, one[metric]), xycoords=("axes fraction", "data"), fontsize=7, color=NOTE)
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label="reconstructed")
+                highest = 2.5 * min(value for _, value in points)
+                others = [one for one in found["rows"] if one["average"] != "power"]
+                for one, colour in zip(others, COLOURS[1:], strict=False):
+                    if one[metric] <= highest:
+                        label = "raw weights" if one["average"] == "raw" else f"constant {one['value']}"
+                        axes.axhline(one[metric], color=colour, linewidth=1, linestyle="--", label=label)
                 axes.set(xscale="log", xlabel=r"length $\sigma_{rel}$", ylabel=metric.upper())
+                axes.set_xticks(LENGTHS, [f"{length:g}" for length in LENGTHS])
+                axes.minorticks_off()
+                axes.legend(fontsize=7)
                 axes.set_title(f"{name}, {found['steps']:,} steps, {found['images']:,} images, {found['sampler']}")
 
 
