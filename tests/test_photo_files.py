@@ -17,6 +17,7 @@ from PIL import Image
 
 import prepare_data
 from common.errors import UserError
+from image_data import decode
 from image_data.data_options import DataOptions
 from image_data.decode import decode_image
 from image_data.sources import load_images
@@ -138,10 +139,10 @@ def test_files_as_people_have_them(attic, run, tmp_path, flags, caplog):
 def test_unreadable_permissions(pets, run, tmp_path, monkeypatch):
     """As root no permission is missing, so that the system's answer is simulated."""
 
-    def read_bytes(path):
-        if path.name == "03.jpeg":
+    def open_file(path, *arguments, **options):
+        if Path(path).name == "03.jpeg":
             raise PermissionError(13, "Permission denied")
-        return path.open("rb").read()
+        return open(path, *arguments, **options)
 
     def scandir(path):
         if Path(path).name == "dog":
@@ -149,7 +150,7 @@ def test_unreadable_permissions(pets, run, tmp_path, monkeypatch):
         return os_scandir(path)
 
     os_scandir = os.scandir
-    monkeypatch.setattr(photo_files.Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(decode, "open", open_file, raising=False)
     monkeypatch.setattr(photo_files.os, "scandir", scandir)
     run(pets, tmp_path / "out", "--resolution=8")
     assert manifest_of(tmp_path / "out")["left_out"] == {"dog": "Permission denied", "03.jpeg": "Permission denied"}

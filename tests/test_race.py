@@ -439,7 +439,8 @@ def test_the_table_of_the_ablations_has_what_was_measured(tmp_path, monkeypatch)
         assert race.methods.keys() == training_tables.OBJECTIVES.keys()
     monkeypatch.setattr(plan, "RESULTS", tmp_path)
     race = read_race(plan.ROOT / "benchmarks" / "races" / "ablations_16.yaml")
-    points = [{"time": time, "DDPM-100@1000": {"fid": fid}} for time, fid in ((1000, 5.0), (2000, 123.45))]
+    name = race.measurements[0].name
+    points = [{"time": time, name: {"fid": fid}} for time, fid in ((1000, 5.0), (2000, 123.45))]
     race.results.mkdir(parents=True)
     race.result_file(Entry("mean_L", 0)).write_text(json.dumps({"method": "mean_L", "seed": 0, "points": points}))
     shown = training_tables.ablations(tmp_path)

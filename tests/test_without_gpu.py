@@ -146,7 +146,7 @@ def test_a_learned_variance_waits_for_nothing(flags, step, monkeypatch):
     loss = build_loss(vars(config), build_process(config))
     loss.__dict__ = step.loss.__dict__ | loss.__dict__
     process, step.loss = loss.process, loss
-    bounds, method = process._log_variances(), DDPM(process, 10)  # made once, on the host
+    bounds, method = process._log_variances(), DDPM(build_process(config), 10)  # made once, on the host
     monkeypatch.setattr(process, "_log_variances", lambda: bounds)
     method.scheduler.alphas_cumprod = method.scheduler.alphas_cumprod.numpy()  # is looked up on the host, as it may be
     with step.mode, CUDA:
