@@ -39,6 +39,8 @@ LOST_AFTER = timedelta(minutes=10)
 # NCCL ends a process without a word; gloo, which names the lost one, is to notice first.
 LOST_ON_DEVICE_AFTER = 2 * LOST_AFTER
 SLURM_PORTS = range(12_000, 32_000)  # below those that Linux gives to whoever asks for any
+# The buckets that DDP exchanges double as gradients, which saves a copy of them.
+GRADIENT_EXCHANGE = {"gradient_as_bucket_view": True}
 # What `accelerate config` can switch on in the environment, and the scripts have no use for.
 NOT_USED = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "PARALLELISM_CONFIG": "parallelism"}
 YES = ("1", "true", "yes", "on", "y", "t")
@@ -250,8 +252,7 @@ def start_processes(options: ProcessOptions) -> Processes:
             mixed_precision=precision,
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=_patience_of_device()),
-                # The buckets that are exchanged double as gradients, which saves a copy of them.
-                DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+                DistributedDataParallelKwargs(**GRADIENT_EXCHANGE),
             ],
         )
     except ValueError as error:  # fp16 or bf16 where the device has none, for example

@@ -18,11 +18,12 @@ from diffusers import UNet2DModel
 from ema_pytorch import EMA
 from test_sampling_methods import UNUSABLE
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorDeviceMismatchError, FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.machine import Stopwatch, to_device
-from common.processes import LOST_AFTER, PATIENCE, Processes
+from common.processes import GRADIENT_EXCHANGE, LOST_AFTER, PATIENCE, Processes
 from common.randomness import standard_normal
 from conditions.condition import ClassCondition
 from conditions.guidance import GenerationCondition, Guidance
@@ -223,8 +224,12 @@ def test_operations_of_the_paper_s_network():
     assert operations.total <= 406
 
 
-def test_operations_of_a_step():
-    """And those beside the network's, forward and backward. Autograd takes fake tensors only of a CPU."""
+@pytest.mark.parametrize(("mixed", "of_network"), [(False, 1006), (True, 1513)], ids=["float32", "bf16"])
+def test_operations_of_a_step(mixed, of_network):
+    """And those beside the network's, forward and backward. Autograd takes fake tensors only of a CPU.
+
+    In bf16 every weight is cast once, and every gradient back; beside the network nothing is.
+    """
     cpu, counted = torch.device("cpu"), {}
     config = parse_config(["--dataset_name=digits", "--no_use_ema"])
     processes = SimpleNamespace(device=cpu, count=1, index=0, accelerator=SimpleNamespace(scaler=None))
@@ -233,10 +238,11 @@ def test_operations_of_a_step():
     window = Window(processes, LogSNRBins(loss.process.alphas_cumprod), 50)
     with FakeTensorMode(allow_non_fake_inputs=True):
         unet = build_unet(32, 3)
+        network = torch.autocast("cpu", torch.bfloat16, enabled=mixed)(unet)
         update = Update(config, unet, 100, processes)
         state = SimpleNamespace(unet=unet, loss=loss, update=update, window=window)
         run = SimpleNamespace(
-            network=unet, state=state, processes=processes, gradient_exchange=lambda enabled: nullcontext()
+            network=network, state=state, processes=processes, gradient_exchange=lambda enabled: nullcontext()
         )
         t, weights, places = torch.arange(16), torch.ones(16), torch.arange(16)
         batch = Batch(0, torch.zeros(16, 3, 32, 32, dtype=torch.uint8), places, places, places)
@@ -244,11 +250,11 @@ def test_operations_of_a_step():
         with Operations() as counted["step"]:
             learn(run, batch, t, weights)
         with Operations() as counted["network"]:
-            unet(torch.zeros(16, 3, 32, 32), t).sample.sum().backward()
+            network(torch.zeros(16, 3, 32, 32), t).sample.float().sum().backward()
     beside = counted["step"].counts - counted["network"].counts
     for name in ("linalg_vector_norm", "mul_"):  # of clipping; on a GPU one operation has them all
         beside[name] -= len([*unet.parameters()])
-    assert counted["network"].total <= 1006
+    assert counted["network"].total <= of_network
     assert beside.total() <= 227
 
 
@@ -367,6 +373,28 @@ def test_a_step_of_64_processes_has_two_collectives_beside_its_gradient(one_of_6
         window.add_step(torch.arange(4), torch.ones(4), torch.ones(4), update, torch.ones(0))
         one_of_64.any_a_step_ago(False, False)
     assert {name: count for name, count in operations.counts.items() if "reduce" in name} == {"allreduce_": 2}
+
+
+def test_the_gradient_of_the_paper_s_network_crosses_in_seven_parts(one_of_64):
+    """The first is small and leaves early in the backward pass; no byte is sent twice, nor copied into its part."""
+    unet, parts = build_unet(32, 3), []
+    network = DistributedDataParallel(unet, **GRADIENT_EXCHANGE)
+
+    def exchanged(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        parts.append(bucket.buffer())
+        (future := torch.futures.Future()).set_result(bucket.buffer())
+        return future
+
+    network.register_comm_hook(None, exchanged)
+    for _ in range(2):  # after the first step the parts are in the order in which gradients come
+        parts.clear()
+        network(torch.zeros(1, 3, 32, 32), torch.zeros(1, dtype=torch.int64)).sample.sum().backward()
+    sizes = [part.nbytes / 2**20 for part in parts]
+    assert len(sizes) <= 7
+    assert sizes[0] < 3
+    assert sum(sizes) * 2**20 == sum(weights.nbytes for weights in unet.parameters())
+    places = {part.untyped_storage().data_ptr() for part in parts}
+    assert {weights.grad.untyped_storage().data_ptr() for weights in unet.parameters()} == places
 
 
 def test_a_wish_is_heard_a_step_later(one_of_64):
