@@ -8,12 +8,15 @@ workers: resize the shorter side to 64 pixels, antialiased and bicubic, crop at 
 [-1, 1]. Listing the files counts, and so does the project's look at every photo before the first epoch; imports do not.
 The main process of both has one thread: it hardly works, and OpenMP's others would wait on the workers' cores.
 
+A third way reads, decodes and resizes the photos by Pillow and does nothing else with them: what is left to be won.
+
 Memory is that of the process and its workers (PSS: what they share counts once), at its peak, with all photos and with
 a quarter of them.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
@@ -31,7 +34,7 @@ from common.machine import default_num_workers
 EPOCHS, BATCH_SIZE, RESOLUTION, PHOTO = 4, 64, 64, (160, 120)
 WARM_UP = BATCH_SIZE  # photos, which only have everything imported
 SECONDS_BETWEEN_LOOKS = 0.5  # at the memory, which takes some milliseconds
-HERE, PEER = "here", "DataLoader and ImageFolder"
+HERE, PEER, PILLOW = "here", "DataLoader and ImageFolder", "Pillow"
 FASTER, MOST_BYTES_AN_IMAGE = 1.2, 1024
 ROUNDS = 2
 
@@ -46,7 +49,7 @@ def write_photos(folder: Path, count: int) -> None:
         photo.save(folder / "photos" / f"{number:06d}.jpg", quality=90)
 
 
-def here(folder: Path, cache: Path, workers: int) -> int:
+def here(folder: Path, workers: int, cache: Path) -> int:
     """Take four epochs of batches as the training does, and return the number of images."""
     import torch
 
@@ -71,7 +74,7 @@ def here(folder: Path, cache: Path, workers: int) -> int:
     return count
 
 
-def there(folder: Path, workers: int) -> int:
+def there(folder: Path, workers: int, _: Path) -> int:
     """Do the same as most training scripts do."""
     import torch
     from torch.utils.data import DataLoader
@@ -84,6 +87,24 @@ def there(folder: Path, workers: int) -> int:
     images = ImageFolder(str(folder), transforms.Compose(steps))
     loader = DataLoader(images, BATCH_SIZE, shuffle=True, num_workers=workers, drop_last=True)
     return sum(len(batch) for _ in range(EPOCHS) for batch, _ in loader)
+
+
+def resized(path: Path) -> None:
+    """Take of Pillow what both ways take of it."""
+    with Image.open(path) as image:
+        photo = image.convert("RGB")
+    scale = RESOLUTION / min(photo.size)
+    photo.resize([round(side * scale) for side in photo.size], Image.Resampling.BICUBIC)
+
+
+def pillow(folder: Path, workers: int, _: Path) -> int:
+    """Decode and resize four epochs of photos, of which nothing is kept."""
+    photos = sorted(folder.rglob("*.jpg")) * EPOCHS
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        return sum(1 for _ in pool.imap(resized, photos, chunksize=BATCH_SIZE))
+
+
+WAYS = {HERE: here, PEER: there, PILLOW: pillow}
 
 
 def work(way: str, workers: int) -> None:
@@ -112,7 +133,7 @@ def work(way: str, workers: int) -> None:
         folder, cache = map(Path, orders.next().split("\t"))
         peak = 0
         start = time.perf_counter()
-        count = here(folder, cache, workers) if way == HERE else there(folder, workers)
+        count = WAYS[way](folder, workers, cache)
         orders.answer(seconds=time.perf_counter() - start, images=count, peak=peak)
 
 
@@ -125,8 +146,8 @@ def main() -> None:
         work(options.worker[0], int(options.worker[1]))
     count, rounds = (256, 1) if options.quick else (options.images, ROUNDS)
     workers = default_num_workers(1)
-    answers: dict[str, list[dict]] = {HERE: [], PEER: []}
-    peaks: dict[str, dict[int, int]] = {HERE: {}, PEER: {}}
+    answers: dict[str, list[dict]] = {way: [] for way in WAYS}
+    peaks: dict[str, dict[int, int]] = {way: {} for way in WAYS}
     with TemporaryDirectory(prefix="benchmark-") as temporary:
         folder = Path(temporary)
         sizes = (count, count // 4)
@@ -157,6 +178,12 @@ def main() -> None:
             *columns,
             ratios(rates[HERE], rates[PEER]),
             to_reach=FASTER,
+        ),
+        Row(
+            "of which Pillow's reading, decoding and resizing take, and nothing else",
+            f"{Spread.of(rates[PILLOW]).median:,.0f} images/s",
+            columns[1],
+            ratios(rates[PILLOW], rates[PEER]),
         ),
         Row(
             "its memory, for each photo more",

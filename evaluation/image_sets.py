@@ -16,7 +16,7 @@ from common.files import sha256
 from common.processes import Processes
 from image_data.data_options import INTERPOLATION, DataOptions
 from image_data.decode import UndecodableImage, decode_image, is_grey, read_image_file, upright_size
-from image_data.sources import ImageSource, leave_out, load_images, spread, unread_images
+from image_data.sources import ImageSource, leave_out, load_images, spread, why_unread
 from image_data.workers import map_in_workers
 from run_folder.folder import RECORD
 
@@ -37,7 +37,7 @@ class FolderFiles:
     def __init__(self, folder: Path):
         paths = [path for path in folder.rglob("*") if not path.name.startswith(".")]
         self.paths = sorted(path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())
-        leave_out(unread_images(map(str, paths), SUFFIXES), on_bad_image="skip")
+        leave_out([reason for path in paths if (reason := why_unread(str(path), SUFFIXES))], on_bad_image="skip")
         self.name = folder.resolve().name
         digest = hashlib.sha256()
         for path in self.paths:

@@ -19,7 +19,7 @@ from image_data.data_options import DataOptions
 from image_data.decode import IMAGE_SUFFIXES, UndecodableImage, is_grey, read_image_file
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    from datasets import Dataset, DatasetDict, Features
 
     from common.processes import Processes
 
@@ -178,40 +178,95 @@ def _existing_folder(folder: str, flag: str) -> str:
     return str(path)
 
 
-def _load_image_folder(options: DataOptions, split: str) -> "DatasetDict":
+@dataclass
+class _Folder:
+    """A folder that is not empty, as far as images are concerned."""
+
+    path: str
+    images: list[str]  # their names, sorted
+    is_plain: bool  # has no table about the images, and no archive
+
+
+def _load_image_folder(options: DataOptions, split: str) -> "dict[str, Dataset] | DatasetDict":
     """Load images from a folder and its sub-folders. Only if all sub-folders are named after splits are they splits.
 
-    The folders are searched here, because `datasets` does not follow links, and guesses: one photo called `test_1.jpg`
-    and it takes that one for the whole data set.
+    They are searched and listed here: `datasets` does not follow links, guesses (one photo called `test_1.jpg`, and it
+    takes that one for the whole data set), and needs kilobytes for each file. It reads tables and archives.
     """
     from image_data.workers import call_in_child
 
     folder = options.train_data_dir
     path = _existing_folder(folder, "--train_data_dir")
-    splits = _split_folders(path) or {split: path}
-    folders = {name: _folders_with_images(part, options.on_bad_image) for name, part in splits.items()}
-    patterns = {name: [f"{glob.escape(each)}/*" for each in found] for name, found in folders.items() if found}
-    if not patterns:
+    roots = _split_folders(path) or {split: path}
+    splits = {name: _folders_with_images(root, options.on_bad_image) for name, root in roots.items()}
+    splits = {name: folders for name, folders in splits.items() if folders}
+    if not splits:
         raise UserError(f"--train_data_dir {folder}: there are no images in this folder ({path})")
-    # While `datasets` lists the files it needs 2.5 KB for each, which Python does not give back.
-    return call_in_child(functools.partial(_read_image_folder, folder, folders, patterns, _cache_of_datasets(options)))
+    if not all(each.is_plain for folders in splits.values() for each in folders):
+        return call_in_child(functools.partial(_read_image_folder, folder, splits, _cache_of_datasets(options)))
+    try:
+        return _list_images(splits, roots)
+    except Exception as error:
+        raise UserError(f"--train_data_dir {folder} cannot be read: {_root_cause(error)}") from error
 
 
-def _read_image_folder(
-    folder: str, folders: dict[str, list[str]], patterns: dict[str, list[str]], cache_dir: str | None
-) -> "DatasetDict":
+def _read_image_folder(folder: str, splits: dict[str, list[_Folder]], cache_dir: str | None) -> "DatasetDict":
     import datasets
 
+    patterns = {name: [f"{glob.escape(each.path)}/*" for each in folders] for name, folders in splits.items()}
     try:
         return datasets.load_dataset("imagefolder", data_files=patterns, cache_dir=cache_dir)
     except Exception as error:
-        tables = [Path(each, name) for part in folders.values() for each in part for name in TABLES]
+        tables = [Path(each.path, name) for folders in splits.values() for each in folders for name in TABLES]
         there = ", ".join(printable(str(table)) for table in tables if table.exists())
         where = f"; its metadata: {there}" if there else ""
         raise UserError(f"--train_data_dir {folder} cannot be read: {_root_cause(error)}{where}") from error
 
 
-def _folders_with_images(path: str, on_bad_image: str) -> list[str]:
+def _list_images(splits: dict[str, list[_Folder]], roots: dict[str, str]) -> "dict[str, Dataset]":
+    """Return the paths of the images in the order of their names, with a folder's name as their label.
+
+    There are labels if there are several, all at one depth, as in `datasets`.
+    """
+    import datasets
+
+    names = sorted({os.path.basename(each.path) for folders in splits.values() for each in folders})
+    depths = {
+        len(Path(os.path.relpath(each.path, roots[name])).parts) for name, folders in splits.items() for each in folders
+    }
+    features = datasets.Features(image=datasets.Image())
+    if len(names) > 1 and len(depths) == 1 and depths != {0}:
+        features["label"] = datasets.ClassLabel(names=names)
+    return {name: _list_split(name, folders, roots[name], features) for name, folders in splits.items()}
+
+
+def _list_split(name: str, folders: list[_Folder], root: str, features: "Features") -> "Dataset":
+    """Return the images of a split; its fingerprint is of names, sizes and times of change, wherever the folder is."""
+    import datasets
+    import pyarrow
+
+    digest, images, labels = hashlib.blake2b(digest_size=16), [], []
+    for folder in folders:
+        files = [os.path.join(folder.path, image) for image in folder.images]
+        paths, nothing = pyarrow.array(files, pyarrow.string()), pyarrow.nulls(len(files), pyarrow.binary())
+        images.append(pyarrow.StructArray.from_arrays([nothing, paths], ["bytes", "path"]))
+        if "label" in features:
+            number = features["label"].str2int(os.path.basename(folder.path))
+            labels.append(pyarrow.array(np.full(len(files), number)))
+        digest.update(os.path.relpath(folder.path, root).encode())
+        for image, status in zip(folder.images, map(os.stat, files), strict=True):
+            digest.update(f"\0{image}\0{status.st_size}\0{status.st_mtime_ns}".encode())
+    columns = [pyarrow.chunked_array(column) for column in (images, labels) if column]
+    table = pyarrow.Table.from_arrays(columns, schema=features.arrow_schema).combine_chunks()
+    return datasets.Dataset(
+        datasets.table.InMemoryTable(table),
+        datasets.DatasetInfo(features=features),
+        datasets.NamedSplit(name),
+        fingerprint=digest.hexdigest(),
+    )
+
+
+def _folders_with_images(path: str, on_bad_image: str) -> list[_Folder]:
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
     found, unread, seen = [], [], set()
@@ -222,25 +277,29 @@ def _folders_with_images(path: str, on_bad_image: str) -> list[str]:
             for name in sub_folders
             if not name.startswith((".", "__")) and os.path.realpath(os.path.join(folder, name)) not in seen
         ]
-        suffixes = {os.path.splitext(file)[1].lower() for file in files}
-        if suffixes & {*ImageFolder.EXTENSIONS, ".zip"} or set(files) & set(ImageFolder.METADATA_FILENAMES):
-            found.append(folder)
-        unread += unread_images([os.path.join(folder, file) for file in files], ImageFolder.EXTENSIONS)
+        images, is_plain = [], True
+        for name in files:
+            suffix = os.path.splitext(name)[1].lower()
+            is_plain &= name not in ImageFolder.METADATA_FILENAMES and suffix != ".zip"
+            if reason := why_unread(os.path.join(folder, name), ImageFolder.EXTENSIONS):
+                unread.append(reason)
+            elif suffix in ImageFolder.EXTENSIONS and not name.startswith("."):
+                images.append(name)
+        if images or not is_plain:
+            found.append(_Folder(folder, sorted(images), is_plain))
     leave_out(unread, on_bad_image)
-    return sorted(found)
+    return sorted(found, key=lambda each: each.path)
 
 
-def unread_images(files: Iterable[str], read: Collection[str]) -> list[str]:
-    """List the files that have the name of an image and cannot be read as one, each with the reason."""
-    found = []
-    for file in files:
-        suffix = os.path.splitext(file)[1].lower()
-        if suffix in IMAGE_SUFFIXES and not os.path.basename(file).startswith("."):
-            if suffix not in read:
-                found.append(f"{printable(file)} (of a kind that is not read)")
-            elif not os.path.isfile(file):  # to open a pipe would wait for ever
-                found.append(f"{printable(file)} (not a regular file)")
-    return found
+def why_unread(file: str, read: Collection[str]) -> str | None:
+    """Name a file that has the name of an image and cannot be read as one, with the reason."""
+    suffix, name = os.path.splitext(file)[1].lower(), os.path.basename(file)
+    if suffix not in IMAGE_SUFFIXES or name.startswith("."):
+        return None
+    if suffix not in read:
+        return f"{printable(file)} (of a kind that is not read)"
+    # To open a pipe would wait for ever.
+    return None if os.path.isfile(file) else f"{printable(file)} (not a regular file)"
 
 
 def leave_out(unread: list[str], on_bad_image: str) -> None:

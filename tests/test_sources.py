@@ -44,14 +44,55 @@ def test_files_are_those_of_the_data_set(load, photos, tmp_path):
 
 
 def test_the_memory_of_listing_files_is_not_kept(load, tmp_path, monkeypatch):
+    """Of a folder with a table, and of one that is named as a data set; other folders `datasets` does not list."""
     image_folder(tmp_path / "photos")
     listed_here, load_dataset = [], datasets.load_dataset
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *args, **options: listed_here.append(1) or load_dataset(*args, **options)
     )
     assert len(load(train_data_dir=str(tmp_path / "photos"))) == 12
-    assert len(load(str(tmp_path / "photos"))) == 12
+    lines = "\n".join(json.dumps({"file_name": f"{index:03d}.png"}) for index in range(6))
+    (tmp_path / "photos/class0/metadata.jsonl").write_text(lines)
+    assert len(load(train_data_dir=str(tmp_path / "photos"))) == 6
+    assert len(load(str(tmp_path / "photos"))) == 6
     assert not listed_here  # but in other processes
+
+
+LAYOUTS = {
+    "classes": ["b/1.png", "b/0.JPG", "a/2.png", "a/notes.txt"],
+    "no classes": ["b.png", "a.png", "10.png", "9.png"],
+    "one class": ["cats/0.png", "cats/1.png"],
+    "unequal depths": ["a/0.png", "b/c/1.png", "2.png"],
+    "classes below": ["x/a/0.png", "y/a/1.png", "y/b/0.png"],
+    "names": ["ä ö/[0].png", "ä ö/0*.png", "b-1/0.png", "b/0.png", "B/0.webp"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_folders_are_listed_as_datasets_would(layout, load, tmp_path):
+    for file in LAYOUTS[layout]:
+        write(tmp_path / "photos" / file, png(0))
+    source = load(train_data_dir=str(tmp_path / "photos"))
+    theirs = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "photos"), cache_dir=str(tmp_path / "cache"))
+    theirs = theirs["train"].cast_column("image", datasets.Image(decode=False))
+    assert source.dataset.features == theirs.features
+    listed = source.dataset.to_list()
+    assert listed == sorted(theirs.to_list(), key=lambda row: os.path.split(row["image"]["path"]))
+
+
+def test_folders_of_splits_are_no_classes(load, tmp_path):
+    for split in ("train", "test"):
+        write(tmp_path / "photos" / split / "0.png", png(0))
+    assert load(train_data_dir=str(tmp_path / "photos")).dataset.column_names == ["image"]
+
+
+def test_the_same_folder_elsewhere_has_the_same_fingerprint(load, tmp_path):
+    """As on a node to which a job has copied it: what is prepared in a cache that both share is found."""
+    folder = image_folder(tmp_path / "photos")
+    shutil.copytree(folder, tmp_path / "scratch" / "copy")  # with times of change
+    first, second = (load(train_data_dir=str(path)) for path in (folder, tmp_path / "scratch" / "copy"))
+    assert first.fingerprint == second.fingerprint
+    assert second.describe(0) == str(tmp_path / "scratch/copy/class0/000.png")
 
 
 def test_class_folders(load, tmp_path):
