@@ -71,7 +71,14 @@ def main() -> None:
     from diffusers import DDPMPipeline
 
     from common.progress import set_up_logging
-    from run_folder.imported_weights import LARGEST_FIXED_LARGE, convert, project_of, read_weights, scheduler_for
+    from run_folder.imported_weights import (
+        IMPROVED,
+        LARGEST_FIXED_LARGE,
+        convert,
+        project_of,
+        read_weights,
+        scheduler_for,
+    )
 
     set_up_logging(is_main=True)
     weights = read_weights(path, options.weights)
@@ -81,6 +88,8 @@ def main() -> None:
     variance_type = options.variance_type or ("fixed_large" if size <= LARGEST_FIXED_LARGE else "fixed_small")
     scheduler = scheduler_for(project, options.ddpm_beta_schedule, options.ddpm_num_steps, variance_type)
     settings = f"{options.ddpm_beta_schedule}, T={options.ddpm_num_steps}, variance {variance_type}"
+    if project.arithmetic is IMPROVED:  # nothing in the file says so
+        settings += f", {options.num_heads} head(s)"
     logger.info("%s: weights of %s, %sx%s, %s", path, project.name, size, size, settings)
 
     # Whole or not at all.

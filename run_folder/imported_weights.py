@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from diffusers import UNet2DModel
 
-from common.errors import UserError, reason_of, user_errors
+from common.errors import UserError, user_errors
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,9 @@ ATTENTION_RESOLUTION = 16  # where all four have their first attention
 LARGEST_FIXED_LARGE = 32  # pixels: the paper's variance for CIFAR-10, and fixed_small for its larger images
 NETWORK_STEPS = 1000  # improved-diffusion shows its network times from 0 to 1000, whatever the number of steps
 
+
+# Of numpy, numbers beside the tensors, as tqch/ddpm-torch keeps the best FID; nothing else is built of them.
+NUMBERS = [np._core.multiarray.scalar, np.dtype, *{type(np.dtype(kind)) for kind in (np.float32, np.float64, np.int64)}]
 
 # What UNet2DModel must be told of the arithmetic.
 ORIGINAL = {"norm_eps": 1e-6, "flip_sin_to_cos": False, "freq_shift": 1, "downsample_padding": 0}
@@ -53,7 +56,8 @@ def read_weights(path: Path, kind: str | None) -> Weights:
     """Read the tensors of a file, the moving average if it holds both and `kind` is not "raw"."""
     if path.suffix == ".npz":
         with user_errors(f"{path} cannot be read", OSError, ValueError, zipfile.BadZipFile), np.load(path) as arrays:
-            stored = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+            numbers = {name: array for name in arrays.files if (array := arrays[name]).dtype.kind in "fiu"}
+            stored = {name: torch.from_numpy(array) for name, array in numbers.items()}
     elif path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -69,11 +73,12 @@ def read_weights(path: Path, kind: str | None) -> Weights:
 
 def _read_pickle(path: Path) -> dict:
     try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(NUMBERS):
+            stored = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(f"{path} holds more than tensors, and is not loaded: a pickle can hold code") from error
     except Exception as error:  # whatever the bytes of another file run into
-        raise UserError(f"{path} is not a file of weights ({reason_of(error)})") from error
+        raise UserError(f"{path} is no file of weights that torch can read ({type(error).__name__})") from error
     if not isinstance(stored, dict):
         raise UserError(f"{path} holds a {type(stored).__name__}, not named tensors")
     return stored
@@ -229,13 +234,15 @@ def convert(weights: Weights, project: Project, resolution: int | None, num_head
             raise UserError("no level of the network has attention, which would tell its resolution: add --resolution")
         in_middle = len(weights["mid.attn_1.norm.weight"])
         projected = len(weights["down.0.block.0.temb_proj.weight"])
-        if len(weights["conv_out.weight"]) == 2 * weights["conv_in.weight"].shape[1]:
-            logger.info("The network predicts its variance too: that half of its output is left out")
+        in_channels, out_channels = weights["conv_in.weight"].shape[1], len(weights["conv_out.weight"])
+        if in_channels == 6 and project.arithmetic is IMPROVED:
+            raise UserError("the network enlarges another image, which it sees beside x_t: no model of images alone")
+        if has_variance := out_channels == 2 * in_channels:
             for name in ("conv_out.weight", "conv_out.bias"):
                 weights[name] = weights[name].chunk(2)[0]
         settings |= {
             "sample_size": resolution or ATTENTION_RESOLUTION << attention.index(True),
-            "in_channels": weights["conv_in.weight"].shape[1],
+            "in_channels": in_channels,
             "out_channels": len(weights["conv_out.weight"]),
             "layers_per_block": _count(weights, r"down\.0\.block\.(\d+)\."),
         }
@@ -254,6 +261,8 @@ def convert(weights: Weights, project: Project, resolution: int | None, num_head
     with user_errors(f"weights of {project.name} in a shape that UNet2DModel does not have", Exception):
         network = UNet2DModel(**settings).eval()
     _load(network, _as_in_diffusers(weights, levels, heads), project)
+    if has_variance:
+        logger.info("The network predicts its variance too: that half of its output is left out")
     return network
 
 

@@ -39,7 +39,7 @@ def layers_of(original: OriginalUNet) -> dict[tuple[str, str], torch.Tensor]:
 
 def under_tensorflow_names(original: OriginalUNet) -> dict[str, np.ndarray]:
     """The variables of a training: the weights, beside them their average, and the optimiser's."""
-    variables = {"global_step": np.int64(790000), "beta1_power": np.float32(0)}
+    variables = {"global_step": np.int64(790000), "beta1_power": np.float32(0), "_GRAPH": np.bytes_(b"of objects")}
     for (scope, name), tensor in layers_of(original).items():
         layer, _, part = name.rpartition(".")
         kind = {"weight": "W", "bias": "b"}[part]
@@ -144,6 +144,7 @@ class TestTheOriginal:
         shadow = under_tqch_names(original)
         raw = {f"module.{name}": tensor * 0 for name, tensor in shadow.items()}
         stored = {"model": raw, "ema": {"decay": 0.9999, "num_updates": 2, "shadow": shadow}, "epoch": 3}
+        stored |= {"fid": np.float64(3.17), "train_loss": np.float32(0.03), "best_epoch": np.int64(7)}
         assert largest_error(import_weights(stored), original) < 1e-5
 
     def test_raw_weights(self, original, import_weights):
@@ -282,6 +283,16 @@ class TestImprovedDiffusion:
         with pytest.raises(UserError, match="conditional on classes"):
             import_weights(weights)
 
+    def test_networks_that_enlarge_an_image(self, import_weights):
+        weights = improved_weights(True, 6) | {"input_blocks.0.0.weight": torch.zeros(32, 6, 3, 3)}
+        with pytest.raises(UserError, match="enlarges another image"):
+            import_weights(weights)
+
+    def test_the_number_of_heads_is_said(self, import_weights, capsys, tmp_path):
+        import_weights(improved_weights(True, 3), "--num_heads=2")
+        assert "variance fixed_large, 2 head(s)" in capsys.readouterr().err
+        assert "2 head(s)" in (tmp_path / "imported/README.md").read_text()
+
 
 class Planted:
     def __reduce__(self):
@@ -298,6 +309,11 @@ class TestFiles:
         with pytest.raises(UserError, match="cannot be read"):
             run_script("import_weights", str(tmp_path / "array.npz"), "--output_dir=x")
         assert not (tmp_path / "marker").exists()
+
+    def test_a_file_of_something_else(self, tmp_path):
+        (tmp_path / "text.pt").write_text("epoch 3")
+        with pytest.raises(UserError, match=r"text.pt is no file of weights that torch can read \(\w+Error\)"):
+            run_script("import_weights", str(tmp_path / "text.pt"), f"--output_dir={tmp_path / 'x'}")
 
     def test_other_weights(self, import_weights, original):
         with pytest.raises(UserError, match=r"of no project that is known here \(.*\): a, b"):
