@@ -37,7 +37,7 @@ def main() -> None:
     add_data(arguments)
     arguments.add_argument("--num_images", type=int, default=5000, help="of each kind (default: %(default)s)")
     options = arguments.parse_args()
-    count = 8 if options.quick else options.num_images
+    count = 10 if options.quick else options.num_images
     result = Result()
     with TemporaryDirectory(prefix="benchmark-") as temporary:
         folder = Path(temporary)
