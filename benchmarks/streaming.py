@@ -11,7 +11,7 @@ The main process of both has one thread: it hardly works, and OpenMP's others wo
 A third way reads, decodes and resizes the photos by Pillow and does nothing else with them: what is left to be won.
 
 Memory is that of the process and its workers (PSS: what they share counts once), at its peak, with all photos and with
-a quarter of them.
+four times the epochs of a quarter of them, so that as many batches are made.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def write_photos(folder: Path, count: int) -> None:
         photo.save(folder / "photos" / f"{number:06d}.jpg", quality=90)
 
 
-def here(folder: Path, workers: int, cache: Path) -> int:
-    """Take four epochs of batches as the training does, and return the number of images."""
+def here(folder: Path, epochs: int, workers: int, cache: Path) -> int:
+    """Take epochs of batches as the training does, and return the number of images."""
     import torch
 
     from common.processes import start_processes
@@ -68,13 +68,13 @@ def here(folder: Path, workers: int, cache: Path) -> int:
     data = load_training_images(config, open_source(config, processes), processes)
     batches = TrainingBatches(data, NoCondition(), 0, BATCH_SIZE, 1, processes)
     count, iterator = 0, batches.from_step(0)
-    for _ in range(EPOCHS * batches.steps_per_epoch):
+    for _ in range(epochs * batches.steps_per_epoch):
         count += len(normalise(next(iterator).images))
     iterator.close()
     return count
 
 
-def there(folder: Path, workers: int, _: Path) -> int:
+def there(folder: Path, epochs: int, workers: int, _: Path) -> int:
     """Do the same as most training scripts do."""
     import torch
     from torch.utils.data import DataLoader
@@ -86,7 +86,7 @@ def there(folder: Path, workers: int, _: Path) -> int:
     steps += [transforms.RandomHorizontalFlip(), transforms.ToTensor(), transforms.Normalize([0.5], [0.5])]
     images = ImageFolder(str(folder), transforms.Compose(steps))
     loader = DataLoader(images, BATCH_SIZE, shuffle=True, num_workers=workers, drop_last=True)
-    return sum(len(batch) for _ in range(EPOCHS) for batch, _ in loader)
+    return sum(len(batch) for _ in range(epochs) for batch, _ in loader)
 
 
 def resized(path: Path) -> None:
@@ -97,9 +97,9 @@ def resized(path: Path) -> None:
     photo.resize([round(side * scale) for side in photo.size], Image.Resampling.BICUBIC)
 
 
-def pillow(folder: Path, workers: int, _: Path) -> int:
-    """Decode and resize four epochs of photos, of which nothing is kept."""
-    photos = sorted(folder.rglob("*.jpg")) * EPOCHS
+def pillow(folder: Path, epochs: int, workers: int, _: Path) -> int:
+    """Decode and resize epochs of photos, of which nothing is kept."""
+    photos = sorted(folder.rglob("*.jpg")) * epochs
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         return sum(1 for _ in pool.imap(resized, photos, chunksize=BATCH_SIZE))
 
@@ -130,10 +130,10 @@ def work(way: str, workers: int) -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     while True:
-        folder, cache = map(Path, orders.next().split("\t"))
+        folder, cache, epochs = orders.next().split("\t")
         peak = 0
         start = time.perf_counter()
-        count = WAYS[way](folder, workers, cache)
+        count = WAYS[way](Path(folder), int(epochs), workers, Path(cache))
         orders.answer(seconds=time.perf_counter() - start, images=count, peak=peak)
 
 
@@ -161,8 +161,8 @@ def main() -> None:
                 Worker(way, "benchmarks.streaming", ["--worker", way, workers], folder / f"{name}.log")
             ) as one:
                 one.answer()
-                one.order(f"{folder / str(WARM_UP)}\t{folder / name}")
-                answer = one.order(f"{folder / str(size)}\t{folder / name}")
+                one.order(f"{folder / str(WARM_UP)}\t{folder / name}\t1")
+                answer = one.order(f"{folder / str(size)}\t{folder / name}\t{EPOCHS * count // size}")
             answers[way].append({**answer, "photos": size})
             peaks[way][size] = max(answer["peak"], peaks[way].get(size, 0))
             return answer["images"] / answer["seconds"]

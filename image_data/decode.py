@@ -44,12 +44,17 @@ class UndecodableImage(ValueError):
 @contextmanager
 def errors_as_undecodable() -> Iterator[None]:
     """Turn whatever the system or Pillow raises on damaged files, a dozen types, into `UndecodableImage`."""
+    with warnings.catch_warnings(), _system_errors_as_undecodable():
+        # Of Pillow's many remarks on odd files only the one on decompression bombs matters, and it is a refusal.
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        yield
+
+
+@contextmanager
+def _system_errors_as_undecodable() -> Iterator[None]:
     try:
-        with warnings.catch_warnings():
-            # Of Pillow's many remarks on odd files only the one on decompression bombs matters, and it is a refusal.
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            yield
+        yield
     except (UndecodableImage, MemoryError):
         raise  # a machine without memory says nothing about the image
     except UnidentifiedImageError as error:
@@ -61,7 +66,7 @@ def errors_as_undecodable() -> Iterator[None]:
 
 def read_image_file(path: str | Path) -> bytes:
     """Return the bytes of an image file; raise `UndecodableImage` if they cannot be had."""
-    with errors_as_undecodable():
+    with _system_errors_as_undecodable():  # filters of warnings take longer than to read a small file
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             raise UndecodableImage("not a regular file")  # reading a pipe would wait for ever

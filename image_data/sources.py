@@ -63,9 +63,12 @@ class ImageSource:
             raise UndecodableImage("there is no image in this row")
         if image["bytes"] is not None:
             return image["bytes"]
-        if not os.path.lexists(image["path"]):
-            raise UndecodableImage("No such file; a metadata table may still name it")
-        return read_image_file(image["path"])
+        try:
+            return read_image_file(image["path"])
+        except UndecodableImage:
+            if os.path.lexists(image["path"]):
+                raise
+            raise UndecodableImage("No such file; a metadata table may still name it") from None
 
     def describe(self, index: int) -> str:
         """Tell the user where this image is."""
