@@ -28,7 +28,13 @@ OBJECTIVES = {
     "epsilon_hybrid": ("epsilon", "L_hybrid, learned range", NOT_IN_PAPER),
     "epsilon_L_resampled": ("epsilon", "L, learned range, resampled", NOT_IN_PAPER),
 }
-RACES = ("cifar10_16_screen", "cifar10_16_field", "animals_16")  # each has a table of its own, `race_<name>`
+# Races between log_snr and uniform timesteps, and what they are of.
+OF_THE_PRIOR = {
+    "cifar10_16_screen": "CIFAR-10, 16x16",
+    "cifar10_32_screen": "CIFAR-10, 32x32",
+    "animals_16": "photos of animals, 16x16",
+}
+RACES = (*OF_THE_PRIOR, "cifar10_16_field")  # each has a table of its own, `race_<name>`
 
 
 def read(results: Path, name: str) -> dict:
@@ -68,6 +74,19 @@ def race_table(results: Path, name: str) -> str:
     columns = [f"FID after {time:,.0f}" if time == times[0] else f"{time:,.0f}" for time in times]
     head = ["method", "seeds", *columns, "KID x 1000", "recall", f"{race.unit} to the last FID of {race.baseline}"]
     return lines(head, rows)
+
+
+def races(results: Path) -> str:
+    """Return how soon our method comes to the baseline's last FID, and both at equal time, on all data."""
+    rows = []
+    for name, images in OF_THE_PRIOR.items():
+        race, _, table = next(tables_of(results, name))
+        if race.ours in (speeds := table.speeds(1.0)):
+            end, seeds = race.time(1.0), str(speeds[race.ours].seeds)
+            fids = [spread(list(table.values(method, end).values())) for method in (race.baseline, race.ours)]
+            rows.append([images, f"{end:,.0f}", seeds, *fids, cell_of(speeds[race.ours])])
+    fids = [f"FID of `{method}`" for method in (race.baseline, race.ours)]
+    return lines(["images", race.unit, "seeds", *fids, f"share of the {race.unit} to the last FID of uniform"], rows)
 
 
 def ablations(results: Path) -> str:
@@ -139,6 +158,7 @@ def _rows_by_run(found: dict, names: tuple[str, ...], metrics: dict[str, Callabl
 
 TABLES: dict[str, Callable[[Path], str]] = {
     **{f"race_{name}": partial(race_table, name=name) for name in RACES},
+    "races": races,
     "ablations": ablations,
     "ema_reconstruction": ema_reconstruction,
     "ema_averages": ema_averages,
