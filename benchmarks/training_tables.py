@@ -31,6 +31,7 @@ OBJECTIVES = {
 # Races between log_snr and uniform timesteps, and what they are of.
 OF_THE_PRIOR = {
     "cifar10_16_screen": "CIFAR-10, 16x16",
+    "cifar10_16_long": "the same, four times as long",
     "cifar10_32_screen": "CIFAR-10, 32x32",
     "animals_16": "photos of animals, 16x16",
 }
