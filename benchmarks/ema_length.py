@@ -122,7 +122,7 @@ def draw(results: dict[str, dict]) -> None:
                 axes.set(xscale="log", xlabel=r"length $\sigma_{rel}$", ylabel=metric.upper())
                 axes.set_xticks(LENGTHS, [f"{length:g}" for length in LENGTHS])
                 axes.minorticks_off()
-                axes.legend(fontsize=7)
+                axes.legend(fontsize=7, frameon=True, framealpha=1)
                 axes.set_title(f"{name}, {found['steps']:,} steps, {found['images']:,} images, {found['sampler']}")
 
 

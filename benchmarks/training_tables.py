@@ -28,14 +28,14 @@ OBJECTIVES = {
     "epsilon_hybrid": ("epsilon", "L_hybrid, learned range", NOT_IN_PAPER),
     "epsilon_L_resampled": ("epsilon", "L, learned range, resampled", NOT_IN_PAPER),
 }
+RACES = ("cifar10_16_screen", "cifar10_16_field")  # each has a table of its own, `race_<name>`
 # Races between log_snr and uniform timesteps, and what they are of.
-OF_THE_PRIOR = {
+LOG_SNR_RACES = {
     "cifar10_16_screen": "CIFAR-10, 16x16",
     "cifar10_16_long": "the same, four times as long",
     "cifar10_32_screen": "CIFAR-10, 32x32",
     "animals_16": "photos of animals, 16x16",
 }
-RACES = (*OF_THE_PRIOR, "cifar10_16_field")  # each has a table of its own, `race_<name>`
 
 
 def read(results: Path, name: str) -> dict:
@@ -78,16 +78,16 @@ def race_table(results: Path, name: str) -> str:
 
 
 def races(results: Path) -> str:
-    """Return how soon our method comes to the baseline's last FID, and both at equal time, on all data."""
+    """Return how soon log_snr comes to uniform's last FID, and both at equal time, on all data."""
     rows = []
-    for name, images in OF_THE_PRIOR.items():
+    for name, images in LOG_SNR_RACES.items():
         race, _, table = next(tables_of(results, name))
         if race.ours in (speeds := table.speeds(1.0)):
             end, seeds = race.time(1.0), str(speeds[race.ours].seeds)
             fids = [spread(list(table.values(method, end).values())) for method in (race.baseline, race.ours)]
             rows.append([images, f"{end:,.0f}", seeds, *fids, cell_of(speeds[race.ours])])
-    fids = [f"FID of `{method}`" for method in (race.baseline, race.ours)]
-    return lines(["images", race.unit, "seeds", *fids, f"share of the {race.unit} to the last FID of uniform"], rows)
+    head = ["images", "steps", "seeds", "FID of `uniform`", "FID of `log_snr`", "steps to the last FID of `uniform`"]
+    return lines(head, rows)
 
 
 def ablations(results: Path) -> str:

@@ -194,7 +194,7 @@ def _load_image_folder(options: DataOptions, split: str) -> "dict[str, Dataset] 
     """Load images from a folder and its sub-folders. Only if all sub-folders are named after splits are they splits.
 
     They are searched and listed here: `datasets` does not follow links, guesses (one photo called `test_1.jpg`, and it
-    takes that one for the whole data set), and needs kilobytes for each file. It reads tables and archives.
+    takes that one for the whole data set), and needs kilobytes for each file. Folders with tables or archives are left to it.
     """
     from image_data.workers import call_in_child
 
@@ -283,7 +283,7 @@ def _folders_with_images(path: str, on_bad_image: str) -> list[_Folder]:
         images, is_plain = [], True
         for name in files:
             suffix = os.path.splitext(name)[1].lower()
-            is_plain &= name not in ImageFolder.METADATA_FILENAMES and suffix != ".zip"
+            is_plain &= name not in TABLES and suffix != ".zip"
             if reason := why_unread(os.path.join(folder, name), ImageFolder.EXTENSIONS):
                 unread.append(reason)
             elif suffix in ImageFolder.EXTENSIONS and not name.startswith("."):

@@ -31,8 +31,12 @@ LARGEST_FIXED_LARGE = 32  # pixels: the paper's variance for CIFAR-10, and fixed
 NETWORK_STEPS = 1000  # improved-diffusion shows its network times from 0 to 1000, whatever the number of steps
 
 
-# Of numpy, numbers beside the tensors, as tqch/ddpm-torch keeps the best FID; nothing else is built of them.
-NUMBERS = [np._core.multiarray.scalar, np.dtype, *{type(np.dtype(kind)) for kind in (np.float32, np.float64, np.int64)}]
+# What pickles of numpy's numbers name, such as the best FID that tqch/ddpm-torch saves; nothing else comes of them.
+SCALAR = np._core.multiarray.scalar
+NUMBERS = [
+    *(SCALAR, (SCALAR, "numpy.core.multiarray.scalar")),  # as numpy 1 called it
+    *(np.dtype, *(type(np.dtype(kind)) for kind in (np.float32, np.float64, np.int64))),
+]
 
 # What UNet2DModel must be told of the arithmetic.
 ORIGINAL = {"norm_eps": 1e-6, "flip_sin_to_cos": False, "freq_shift": 1, "downsample_padding": 0}
@@ -236,7 +240,10 @@ def convert(weights: Weights, project: Project, resolution: int | None, num_head
         projected = len(weights["down.0.block.0.temb_proj.weight"])
         in_channels, out_channels = weights["conv_in.weight"].shape[1], len(weights["conv_out.weight"])
         if in_channels == 6 and project.arithmetic is IMPROVED:
-            raise UserError("the network enlarges another image, which it sees beside x_t: no model of images alone")
+            raise UserError(
+                "a network for super-resolution: its input has 6 channels, x_t and a smaller image, "
+                "for which an imported model has no place"
+            )
         if has_variance := out_channels == 2 * in_channels:
             for name in ("conv_out.weight", "conv_out.bias"):
                 weights[name] = weights[name].chunk(2)[0]

@@ -6,6 +6,7 @@ The networks are those of tests/original_unet.py, under each project's names, an
 import logging
 import math
 import pickle
+import zipfile
 
 import numpy as np
 import pytest
@@ -147,6 +148,18 @@ class TestTheOriginal:
         stored |= {"fid": np.float64(3.17), "train_loss": np.float32(0.03), "best_epoch": np.int64(7)}
         assert largest_error(import_weights(stored), original) < 1e-5
 
+    def test_numbers_that_numpy_1_has_written(self, original, tmp_path):
+        """Its module had another name, which pickles keep."""
+        path, old = tmp_path / "new.pt", tmp_path / "old.pt"
+        torch.save(under_tqch_names(original) | {"fid": np.float64(3.17)}, path)
+        with zipfile.ZipFile(path) as new, zipfile.ZipFile(old, "w") as file:
+            for name in new.namelist():
+                file.writestr(name, new.read(name).replace(b"numpy._core.multiarray\n", b"numpy.core.multiarray\n"))
+        assert path.read_bytes() != old.read_bytes()
+        run_script("import_weights", str(old), f"--output_dir={tmp_path / 'imported'}")
+        logging.getLogger().handlers.clear()
+        assert largest_error(DDPMPipeline.from_pretrained(tmp_path / "imported"), original) < 1e-5
+
     def test_raw_weights(self, original, import_weights):
         shadow = under_tqch_names(original)
         stored = {"model": shadow, "ema": {"shadow": {name: tensor * 0 for name, tensor in shadow.items()}}}
@@ -285,7 +298,7 @@ class TestImprovedDiffusion:
 
     def test_networks_that_enlarge_an_image(self, import_weights):
         weights = improved_weights(True, 6) | {"input_blocks.0.0.weight": torch.zeros(32, 6, 3, 3)}
-        with pytest.raises(UserError, match="enlarges another image"):
+        with pytest.raises(UserError, match="super-resolution: its input has 6 channels"):
             import_weights(weights)
 
     def test_the_number_of_heads_is_said(self, import_weights, capsys, tmp_path):
