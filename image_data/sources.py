@@ -194,7 +194,8 @@ def _load_image_folder(options: DataOptions, split: str) -> "dict[str, Dataset] 
     """Load images from a folder and its sub-folders. Only if all sub-folders are named after splits are they splits.
 
     They are searched and listed here: `datasets` does not follow links, guesses (one photo called `test_1.jpg`, and it
-    takes that one for the whole data set), and needs kilobytes for each file. Folders with tables or archives are left to it.
+    takes that one for the whole data set), and needs kilobytes for each file. Folders with tables or archives are
+    left to it.
     """
     from image_data.workers import call_in_child
 
