@@ -203,13 +203,17 @@ class MarginalReturn(TimestepSampler):
             self.returns = (padded[:-2] + 2 * padded[1:-1] + padded[2:]) / 4  # neighbours learn from one another
             self.expected = torch.where(known, mean, torch.nan)
             trust = (fallen.sum() / (fallen + error).sum()).nan_to_num(0).item()
-        earned, pi = self.returns[self.bins.of_timestep] * self.range, self.range / self.range.sum()
+        earned, pi = self.worth()[self.bins.of_timestep] * self.range, self.range / self.range.sum()
         share = (1 - self.prior) * trust
         self.set_density(share * earned / earned.sum().clamp(min=1e-300) + (1 - share) * pi, self.floor)
         known = self.expected.isfinite()
         log_expected = np.interp(self.bins.log_snr, self.bins.centres[known], self.expected[known].log())
         weights = torch.from_numpy(log_expected).mul(-self.power).exp()
         self._corrections = (weights / (weights * self.describe()).sum()).float()
+
+    def worth(self) -> torch.Tensor:
+        """Return what a draw in each bin is worth: p follows it."""
+        return self.returns
 
     def signals(self) -> dict[str, torch.Tensor]:
         tables = {"return": self.returns, "expected_error": self.expected}

@@ -207,7 +207,9 @@ class DiffusionLoss:
             yield
             return
         kl = partial(self._divergences, network, batch)
-        update = UpdateProbe(batch.step, self.batch_size, batch.positions, kl, self._sum_over_processes)
+        update = UpdateProbe(
+            batch.step, self.batch_size, batch.positions, batch.images, network, kl, self._sum_over_processes
+        )
         with self._timed():
             self.sampler.before_update(update)
         yield

@@ -29,6 +29,8 @@ class UpdateProbe:
     step: int
     batch_size: int
     positions: torch.Tensor  # of this process's images in the global batch
+    images: torch.Tensor  # this process's, uint8, on the host
+    network: torch.nn.Module
     kl: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     total: Callable[[torch.Tensor], torch.Tensor]  # the sum over all processes, which all must ask for
 

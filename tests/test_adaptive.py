@@ -379,6 +379,11 @@ def test_an_image_is_given_its_timestep_whoever_draws_it():
     assert sampler.policy(images).std(0).min() > 0  # the policy looks at the images
 
 
+def probe_of(step: int, images: torch.Tensor, kl) -> UpdateProbe:
+    count = len(images)
+    return UpdateProbe(step, count, torch.arange(count), images, torch.nn.Identity(), kl, lambda tensor: tensor)
+
+
 def test_the_policy_learns_what_lowers_the_loss():
     """Updates help an image the more, the later its timestep: later ones become likely, and are described."""
     sampler, images = make_ats(), torch.randn(64, 1, 8, 8, generator=generator_for("images"))
@@ -390,7 +395,7 @@ def test_the_policy_learns_what_lowers_the_loss():
     average = [(sampler.describe() @ torch.arange(T, dtype=torch.float64)).item()]
     for step in range(20):
         sampler.sample_for(images, torch.arange(64), 64, generator_for("draw", step))
-        update = UpdateProbe(step, 64, torch.arange(64), kl, lambda tensor: tensor)
+        update = probe_of(step, images, kl)
         updated = False
         sampler.before_update(update)
         updated = True
@@ -415,9 +420,7 @@ def test_entropy_keeps_the_policy_from_a_corner():
     torch.nn.init.constant_(sampler.policy.head[-1].bias, 3.0)
     for step in range(100):
         sampler.sample_for(images, torch.arange(16), 16, generator_for("draw", step))
-        update = UpdateProbe(
-            step, 16, torch.arange(16), lambda rows, t, noise: torch.zeros(len(rows)), lambda tensor: tensor
-        )
+        update = probe_of(step, images, lambda rows, t, noise: torch.zeros(len(rows)))
         sampler.before_update(update)
         sampler.after_update(update)
     torch.testing.assert_close(sampler.shapes, torch.ones(16, 2), rtol=0, atol=0.1)
