@@ -1,6 +1,6 @@
 """Run the benchmarks one after the other and write what they found into the documentation.
 
-    python -m benchmarks --data ../cifar10        # about twenty-five minutes on two cores
+    python -m benchmarks --data ../cifar10        # about half an hour on two cores
     python -m benchmarks --only frechet startup   # some of them
     python -m benchmarks --quick                  # the smallest sizes, and nothing is written into the documentation
 

@@ -278,7 +278,7 @@ def machine() -> dict[str, object]:
         "memory_gb": round(psutil.virtual_memory().total / 2**30),
         "gpus": [torch.cuda.get_device_name(index) for index in range(gpus)],
         "system": platform.platform(),
-        "load": round(os.getloadavg()[0], 2),  # of the minute before: more than 0 means that others were at work
+        "load": round(os.getloadavg()[0], 2),  # of its last minute, itself among it
     }
 
 

@@ -48,7 +48,7 @@ def number(value: float) -> str:
         return "0"
     if abs(value) >= 100:
         return f"{value:,.0f}"
-    return f"{value:.2f}" if abs(value) >= 0.01 else f"{value:.1g}"
+    return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}" if abs(value) >= 0.1 else f"{value:.2g}"
 
 
 def with_unit(text: str, unit: str) -> str:
@@ -71,7 +71,7 @@ def line_of(row: Row) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    heading = "| what | here | beside it | measured: median (range) | to reach | reached |\n|---|---|---|---|---|---|\n"
+    heading = "| what | here | compared with | measured: median (range) | target | met |\n|---|---|---|---|---|---|\n"
     return heading + "".join(line_of(row) + "\n" for row in rows)
 
 
@@ -89,7 +89,8 @@ def summary(results: Path) -> str:
     reached = sum(row.reached for row in asked)
     missing = sum(row.measured is None for row in every)
     lines = [row for _, row in sorted(rows, key=lambda one: one[0])]
-    return f"{table(lines)}\n{reached} of {len(asked)} figures are reached; {missing} could not be measured.\n"
+    unknown = f"; {missing} could not be measured" if missing else ""
+    return f"{table(lines)}\n{reached} of {len(asked)} targets are met{unknown}.\n"
 
 
 def machine(results: Path) -> str:
@@ -154,7 +155,7 @@ def scaling_model(results: Path) -> str:
     parts = []
     for one in read(results, "scaling")["details"]["model"]:
         heading = (
-            "| GPUs | images a GPU | ms a step | of the exchange, hidden or not | waiting | images/s | efficiency |"
+            "| GPUs | images a GPU | ms a step | exchange, ms (overlapped or not) | waiting | images/s | efficiency |"
         )
         heading += "\n|---|---|---|---|---|---|---|\n"
         lines = [

@@ -73,7 +73,14 @@ def race_table(results: Path, name: str) -> str:
         cells = [spread(one) if one else "" for one in (*fids, [1000 * value for value in kid])]
         rows.append([f"`{method}`", str(len(recalls)), *cells, f"{fmean(recalls):.2f}", speed])
     columns = [f"FID after {time:,.0f}" if time == times[0] else f"{time:,.0f}" for time in times]
-    head = ["method", "seeds", *columns, "KID x 1000", "recall", f"{race.unit} to the last FID of {race.baseline}"]
+    head = [
+        "method",
+        "seeds",
+        *columns,
+        "KID x 1000",
+        "recall",
+        f"share of the {race.unit} of {race.baseline} to its last FID",
+    ]
     return lines(head, rows)
 
 
@@ -86,7 +93,7 @@ def races(results: Path) -> str:
             end, seeds = race.time(1.0), str(speeds[race.ours].seeds)
             fids = [spread(list(table.values(method, end).values())) for method in (race.baseline, race.ours)]
             rows.append([images, f"{end:,.0f}", seeds, *fids, cell_of(speeds[race.ours])])
-    head = ["images", "steps", "seeds", "FID of `uniform`", "FID of `log_snr`", "steps to the last FID of `uniform`"]
+    head = ["images", "steps", "seeds", "FID of `uniform`", "FID of `log_snr`", "share of its steps to that FID"]
     return lines(head, rows)
 
 
