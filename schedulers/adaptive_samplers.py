@@ -158,9 +158,7 @@ class MarginalReturn(TimestepSampler):
     ):
         super().__init__(alphas_cumprod)
         self.bins, self.prior, self.power, self.floor = LogSNRBins(alphas_cumprod), prior, power, floor
-        self.range = self.bins.widths * ((self.bins.log_snr >= low) & (self.bins.log_snr <= high))
-        if not self.range.any():
-            raise ValueError(f"low {low}, high {high}: no timestep's log SNR is between them")
+        self.range = self.bins.between(low, high)
         # Of the errors in every bin: their number, sum and sum of squares, in the present third of an octave of steps
         # and in the six before it.
         self.moments = torch.zeros(3, 1 + 2 * THIRDS, len(self.bins), dtype=torch.float64)
@@ -199,8 +197,7 @@ class MarginalReturn(TimestepSampler):
             variance += (squares_before / count_before - mean_before.square()) / count_before
             error = torch.where(known, variance.clamp(min=0).sqrt(), 0)
             fallen = torch.where(known, (mean_before - mean - error).clamp(min=0), 0)
-            padded = fallen[[0, *range(len(fallen)), -1]] / math.log(2)
-            self.returns = (padded[:-2] + 2 * padded[1:-1] + padded[2:]) / 4  # neighbours learn from one another
+            self.returns = self.bins.smoothed(fallen / math.log(2))  # neighbours learn from one another
             self.expected = torch.where(known, mean, torch.nan)
             trust = (fallen.sum() / (fallen + error).sum()).nan_to_num(0).item()
         earned, pi = self.worth()[self.bins.of_timestep] * self.range, self.range / self.range.sum()

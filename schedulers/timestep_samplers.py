@@ -242,11 +242,7 @@ class UniformLogSNR(TimestepSampler):
 
     def __init__(self, alphas_cumprod: torch.Tensor, low: float = -6.5, high: float = 6.2, floor: float = 0.03):
         super().__init__(alphas_cumprod)
-        bins = LogSNRBins(alphas_cumprod)
-        inside = bins.widths * ((bins.log_snr >= low) & (bins.log_snr <= high))
-        if not inside.any():
-            raise ValueError(f"low {low}, high {high}: no timestep's log SNR is between them")
-        self.set_density(inside, floor)
+        self.set_density(LogSNRBins(alphas_cumprod).between(low, high), floor)
 
 
 class BetaTimesteps(TimestepSampler):
@@ -326,6 +322,18 @@ class LogSNRBins:
 
     def __len__(self) -> int:
         return len(self.centres)
+
+    def between(self, low: float, high: float) -> torch.Tensor:
+        """Return what every t stands for where lambda is from low to high, and 0 elsewhere."""
+        inside = self.widths * ((self.log_snr >= low) & (self.log_snr <= high))
+        if not inside.any():
+            raise ValueError(f"low {low}, high {high}: no timestep's log SNR is between them")
+        return inside
+
+    def smoothed(self, values: torch.Tensor) -> torch.Tensor:
+        """Average the value of every bin, which counts twice, with those of its two neighbours."""
+        padded = values[[0, *range(len(values)), -1]]
+        return (padded[:-2] + 2 * padded[1:-1] + padded[2:]) / 4
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Sum values over all timesteps by bin."""

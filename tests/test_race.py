@@ -396,16 +396,25 @@ def test_a_run_of_another_definition_that_was_not_measured_begins_again(write_ra
 def test_code_of_a_sampler_in_a_file_is_a_part_of_the_definition(tmp_path):
     code = """
 from schedulers.timestep_samplers import TimestepSampler
+SCALE = {}
+def helper():
+    return {}
 class Mine(TimestepSampler):
     "{}"
     width = {}  # {}
+class Other(TimestepSampler):
+    width = {}
 """
     digests = []
-    for parts in (("a", 1, "b"), ("c", 1, "d"), ("a", 2, "b")):
+    for parts in (
+        (1, 1, "a", 1, "b", 1), (1, 1, "c", 1, "d", 2),  # a comment, a docstring and another class
+        (1, 1, "a", 2, "b", 1), (2, 1, "a", 1, "b", 1), (1, 2, "a", 1, "b", 1),
+    ):  # fmt: skip
         path = tmp_path / f"{len(digests)}.py"
         path.write_text(code.format(*parts))
         digests.append(record.source_of(f"{path}:Mine"))
-    assert digests[0] == digests[1] != digests[2]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 4
     assert record.source_of("uniform") is None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import inspect
 import json
 import shutil
 from dataclasses import replace
@@ -91,15 +90,20 @@ def definition(race: Race, entry: Entry) -> dict[str, object]:
 
 
 def source_of(timestep_sampler: str) -> str | None:
-    """Return a digest of a timestep sampler in a file of the user's, whatever its comments and docstrings say."""
+    """Return a digest of a timestep sampler in a file of the user's, whatever its comments and docstrings say.
+
+    All of the file counts, but for classes that it does not extend: another sampler may be added to the file.
+    """
     if ".py:" not in timestep_sampler:
         return None
     kind = load_class(timestep_sampler)
-    trees = [ast.parse(inspect.getsource(one)) for one in kind.__mro__ if one.__module__ == kind.__module__]
-    for node in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+    own = {one.__name__ for one in kind.__mro__ if one.__module__ == kind.__module__}
+    tree = ast.parse(Path(timestep_sampler.rpartition(":")[0]).read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if not isinstance(node, ast.ClassDef) or node.name in own]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
-    return hashlib.sha256("".join(map(ast.dump, trees)).encode()).hexdigest()[:16]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
 
 
 def measured_with(race: Race) -> dict[str, object]:

@@ -15,6 +15,7 @@ import torch
 
 from common.randomness import generator_for
 from schedulers.adaptive_samplers import MarginalReturn, load_into
+from schedulers.loss import normalise
 from schedulers.timestep_samplers import LogSNRBins, TimestepSampler, UpdateProbe
 
 FLOOR, LOW, HIGH = 0.03, -6.5, 6.2  # of `log_snr`
@@ -76,14 +77,14 @@ class Look(TimestepSampler):
     def __init__(self, alphas_cumprod: torch.Tensor, first: int = 64):
         super().__init__(alphas_cumprod)
         self.alphas_cumprod, self.bins, self.first = alphas_cumprod, LogSNRBins(alphas_cumprod), first
-        self.pi = self.bins.widths * ((self.bins.log_snr >= LOW) & (self.bins.log_snr <= HIGH))
+        self.pi = self.bins.between(LOW, HIGH)
         self.pi /= self.pi.sum()
         self.values = torch.ones(len(self.bins), dtype=torch.float64)
         self.looks = torch.zeros((), dtype=torch.int64)
         self._refresh()
 
     def look(self, update: UpdateProbe) -> torch.Tensor:
-        """Return a number, not below 0, for every bin."""
+        """Return a number, not below 0, for every bin; the network has no dropout meanwhile."""
         raise NotImplementedError
 
     def follow(self) -> None:
@@ -97,7 +98,9 @@ class Look(TimestepSampler):
             self.per_doubling * math.log2(steps - 1)
         ):
             return
+        update.network.eval()
         seen = self.look(update).double()
+        update.network.train()
         if seen.isfinite().all() and seen.sum() > 0:
             self.looks += 1
             self.values.lerp_(seen / seen.mean(), 1.0 if self.looks == 1 else self.newest)
@@ -124,7 +127,7 @@ class Look(TimestepSampler):
         rows = torch.randint(len(update.images), (images,), generator=generator)
         members = (self.bins.of_timestep == number).nonzero().flatten()
         t = members[torch.randint(len(members), (images,), generator=generator)].to(device)
-        x_0 = update.images[rows].to(device).float() / 127.5 - 1
+        x_0 = normalise(update.images[rows].to(device))
         epsilon = torch.randn(x_0.shape, generator=generator).to(device)
         a = self.alphas_cumprod.to(device)[t].float()[:, None, None, None]
         error = (update.network(a.sqrt() * x_0 + (1 - a).sqrt() * epsilon, t).sample - epsilon).square().mean()
@@ -134,7 +137,8 @@ class Look(TimestepSampler):
 class GradientMoments(Look):
     """The density with the least noisy gradient of what `log_snr` trains: p ~ pi sqrt(G), losses weighted by pi / p.
 
-    G is the mean squared norm of the gradient of four images of a bin.
+    G would be the mean squared norm of the gradient of an image of a bin. Here it is that of the mean over four of
+    them, in which the noise of the gradient counts by far the most.
     """
 
     per_doubling = 4
@@ -168,8 +172,7 @@ class Transfer(Look):
         first, second = (update.total(half) for half in halves)
         scale = (first.square().mean(0) / 2 + second.square().mean(0) / 2).sqrt().clamp(min=1e-12)
         worth = (first @ (second.sum(0) / scale) + second @ (first.sum(0) / scale)).cpu()
-        padded = worth.clamp(min=0)[[0, *range(len(worth)), -1]]
-        return (padded[:-2] + 2 * padded[1:-1] + padded[2:]) / 4
+        return self.bins.smoothed(worth.clamp(min=0))
 
 
 class Spectrum(Look):
@@ -187,12 +190,15 @@ class Spectrum(Look):
         self.power = torch.zeros(0, dtype=torch.float64)  # summed over looks, by radius; their number is the last
 
     def look(self, update: UpdateProbe) -> torch.Tensor:
-        images = update.images.float() / 127.5 - 1
-        seen = torch.cat([power_spectrum(images), torch.ones(1)])
+        images = normalise(update.images)
+        of_samples = power_spectrum(self.draw_samples(update, images.shape[1:]))
+        seen = torch.cat([power_spectrum(images), torch.ones(1), of_samples])
+        # The processes have different images, and samples that may differ in their last bits.
         seen = update.total(seen.to(next(update.network.parameters()).device)).cpu()
-        self.power = seen if len(self.power) == 0 else self.power + seen
+        of_images, of_samples = seen[: len(of_samples) + 1], seen[len(of_samples) + 1 :] / seen[len(of_samples)]
+        self.power = of_images if len(self.power) == 0 else self.power + of_images
         of_data = self.power[:-1] / self.power[-1]
-        differences = (power_spectrum(self.draw_samples(update, images.shape[1:])) / of_data).log().abs()
+        differences = (of_samples / of_data).log().abs()
         levels = -of_data.log()
         order = levels.argsort().numpy()
         value = np.interp(self.bins.centres, levels.numpy()[order], differences.numpy()[order])
