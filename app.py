@@ -74,7 +74,9 @@ def main() -> None:
     from run_folder.saved_model import find_models
 
     processes = start_processes(options)
-    models = {model.source: model for model in find_models(options.model, options.checkpoints, options.weights)}
+    lengths = [] if options.ema_length is None else [options.ema_length]
+    found = find_models(options.model, options.checkpoints, options.weights, lengths)
+    models = {model.source: model for model in found}
     page = build_page(models, Studio(processes))
     own = {"share": False, "ssr_mode": False, "mcp_server": False, "pwa": False, "enable_monitoring": False}
     shown = {"css": CSS, "theme": gradio.themes.Default(font="sans-serif", font_mono="monospace"), "footer_links": []}
@@ -163,6 +165,7 @@ def show(studio: Studio, model: SavedModel, wish: Wish, estimates: bool, stopped
         return
     precision = studio.processes.precision
     flags = [] if model.step is None else [f"--weights={model.weights}"]
+    flags = flags if model.ema_length is None else [f"--ema_length={model.ema_length:g}"]
     flags += wish.flags() + ([] if precision == "no" else [f"--mixed_precision={precision}"])
     command = shlex.join(["python", "generate.py", model.source, *flags])
     below = f"<p>To make these images as files:</p><code>{html.escape(command)}</code>"

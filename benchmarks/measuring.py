@@ -33,7 +33,6 @@ PACKAGES = (
 )
 EXAMPLE = "DIFFUSERS_EXAMPLE"  # environment variable with the path of train_unconditional.py of diffusers' examples
 NO_EXAMPLE = f"the diffusers example script is not here: {EXAMPLE} is to name its path (docs/speed.md)"
-LONGEST_START = 900  # seconds, for a worker to start and compile
 
 
 # Rows of a table.

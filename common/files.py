@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import unicodedata
 from collections.abc import Iterator
@@ -45,7 +46,8 @@ def written_aside(path: Path, durable: bool = True) -> Iterator[Path]:
 
     Unless it is `durable`, a file may be empty after the machine itself has failed, but many are written faster.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Processes of several machines that share a folder may have the same number.
+    aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         yield aside
         if durable:

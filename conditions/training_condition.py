@@ -80,14 +80,15 @@ def encode_captions(
 ) -> TextCondition:
     """Encode captions and prompts of the sample grids, once per machine; its other processes read the files."""
     prompts = [prompts[row] for row in spread(len(prompts), config.eval_batch_size)]
+    cache_dir = Path(config.cache_dir or default_cache_dir()).expanduser()
     found, parts = None, {}
     if processes.is_local_main:
         text_encoder = TextEncoder(config.text_encoder, processes.device)
-        cache_dir = Path(config.cache_dir or default_cache_dir()).expanduser()
-        found = text_encoder.fingerprint, *(text_encoder.encode_once(texts, cache_dir) for texts in (captions, prompts))
+        files = [text_encoder.encode_once(texts, cache_dir) for texts in (captions, prompts)]
+        found = text_encoder.fingerprint, *(file.name for file in files)
         # The encoder is only needed once more, to be saved.
         parts = {"text_encoder": text_encoder.encoder.cpu(), "tokenizer": text_encoder.tokenizer}
-    fingerprint, *files = next(filter(None, processes.all_gather(found)))
+    fingerprint, *names = next(filter(None, processes.all_gather(found)))
     description = {
         "condition": "text",
         "text_encoder": config.text_encoder,
@@ -96,5 +97,5 @@ def encode_captions(
         "prompts": prompts,
         "vocabulary": sorted({word for caption in captions for word in words_of(caption)}),
     }
-    table, grid = map(EncodedCaptions, files)
+    table, grid = (EncodedCaptions(cache_dir / name) for name in names)  # each machine has a cache of its own
     return TextCondition(table, description, grid=grid, parts=parts)

@@ -12,6 +12,7 @@ from common.errors import reason_of, user_errors
 from common.files import load_safetensors, make_folder, save_safetensors
 from common.progress import progress_bar
 from common.randomness import generator_for
+from schedulers.loss import normalise
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Classifier:
     def classes_of(self, images: torch.Tensor) -> torch.Tensor:
         """Return the class of each of some images, uint8 [n, channels, height, width]."""
         device = next(self.network.parameters()).device
-        return torch.cat([self.network(scaled(part.to(device))).argmax(1).cpu() for part in images.split(512)])
+        return torch.cat([self.network(normalise(part.to(device))).argmax(1).cpu() for part in images.split(512)])
 
 
 def load_classifier(images: torch.Tensor, labels: torch.Tensor, cache_dir: Path, device: torch.device) -> Classifier:
@@ -101,7 +102,7 @@ def train(network: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Non
         generator = generator_for("classifier", step)
         chosen = torch.randint(len(images), (BATCH_SIZE,), generator=generator)
         batch = shifted(images[chosen], generator).to(device)
-        loss = nn.functional.cross_entropy(network(scaled(batch)), labels[chosen].to(device), label_smoothing=0.05)
+        loss = nn.functional.cross_entropy(network(normalise(batch)), labels[chosen].to(device), label_smoothing=0.05)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -115,8 +116,3 @@ def shifted(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     height, width = images.shape[-2:]
     padded = nn.functional.pad(images, (most, most, most, most), mode="replicate")
     return padded[:, :, most + down :, most + right :][:, :, :height, :width]
-
-
-def scaled(images: torch.Tensor) -> torch.Tensor:
-    """Bring uint8 images to -1..1."""
-    return images.float() / 127.5 - 1

@@ -41,9 +41,10 @@ def models_of(run: RunFolder, steps: list[str], weights: str | None, lengths: Se
         return []
     if not checkpoints(run.path):
         pipelines = find_models(str(run.path), steps, weights, lengths)
-        lines = run.read_metrics()
-        last = {name: lines[-1][name] for name in ("step", "train_seconds")} if lines else {}
-        return [replace(pipeline, **last) for pipeline in pipelines]
+        step, lines = run.pipeline_step(), run.read_metrics()
+        of_step = [line for line in lines if step in (None, line["step"])]  # one that names none is of the run's end
+        known = {name: of_step[-1][name] for name in ("step", "train_seconds")} if of_step else {}
+        return [replace(pipeline, **known) for pipeline in pipelines]
     if lengths:
         return find_models(str(run.path), steps, weights, lengths)
     models = find_models(str(run.path), steps or ["all"], weights)

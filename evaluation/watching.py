@@ -1,8 +1,10 @@
 """A run while it is trained: its checkpoints as they appear, and the best of them, which is kept."""
 
+import glob
 import json
 import logging
 import os
+import platform
 import shutil
 import time
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from run_folder.saved_model import SavedModel, read_checkpoint
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 10.0
-HELD = "watched"  # .checkpoint-500.watched-PID: what the training may prune meanwhile
+HELD = "watched"  # .checkpoint-500.watched-HOST-PID: what the training may prune meanwhile
 
 
 def appearing(run: RunFolder, weights: str | None, processes: Processes) -> Iterator[SavedModel]:
@@ -63,7 +65,7 @@ def next_checkpoint(run: RunFolder, weights: str | None, seen: set[tuple[str, in
         if key in seen:
             continue
         seen.add(key)
-        held = folder.with_name(f".{folder.name}.{HELD}-{os.getpid()}")
+        held = folder.with_name(f".{folder.name}.{HELD}-{platform.node()}-{os.getpid()}")
         try:
             with user_errors(f"{run.path}: --watch cannot write there", PermissionError):
                 copy_by_links(folder, held)
@@ -80,8 +82,8 @@ def next_checkpoint(run: RunFolder, weights: str | None, seen: set[tuple[str, in
 
 
 def remove_abandoned(run: Path) -> None:
-    """Remove what watchers held that have been killed."""
-    for folder in run.glob(f".*.{HELD}-*"):
+    """Remove what watchers of this machine held that have been killed."""
+    for folder in run.glob(f".*.{HELD}-{glob.escape(platform.node())}-*"):
         pid = folder.name.rpartition("-")[2]
         if not (pid.isdecimal() and psutil.pid_exists(int(pid))):
             shutil.rmtree(folder, ignore_errors=True)

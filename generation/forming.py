@@ -88,7 +88,7 @@ class Studio:
         precision = self.processes.precision
         channels_last = prefers_channels_last(self.processes.device, precision)
         settings = InferenceSettings(precision, channels_last=channels_last, batch_size=batch_size)
-        if self.running is None or self.running.job.model.network_folder != job.model.network_folder:
+        if self.running is None or self.running.job.model.sha256 != job.model.sha256:
             self.running = None  # its memory is needed for the next
             self.running = RunningNetwork(job, self.processes, settings)
         running = copy(self.running)

@@ -135,7 +135,6 @@ class CheckpointWriter:
             (target.parent / SAVED).touch()
             sync(target.parent)
             fault_point("save-renamed")
-            self._prune()
             logger.info("Saved %s", target)
         except Exception as error:  # of whatever kind: the training must go on
             self.failure = error
@@ -144,6 +143,8 @@ class CheckpointWriter:
                 f"{target.name} could not be saved: {reason_of(error)}. Training continues, and the next save tries "
                 f"again; the last good checkpoint is {newest(self.output_dir)}"
             )
+        else:
+            self._prune()
 
     def _prune(self) -> None:
         """Remove the oldest beyond the limit, but none of --keep_every and not the one this process came from."""
@@ -152,9 +153,12 @@ class CheckpointWriter:
         for folder in found[: -self.config.checkpoints_total_limit]:
             if self.resumed_from is None or folder.resolve() != self.resumed_from.resolve():
                 # Renamed first: a folder that is half removed must not look like a checkpoint.
-                doomed = folder.rename(folder.with_name(f".{folder.name}.old"))
-                fault_point("prune")
-                shutil.rmtree(doomed)
+                try:
+                    doomed = folder.rename(folder.with_name(f".{folder.name}.old"))
+                    fault_point("prune")
+                    shutil.rmtree(doomed)
+                except OSError as error:
+                    logger.warning("%s should make room and could not be removed: %s", folder, reason_of(error))
 
 
 def write_files(folder: Path, files: dict[str, CheckpointFile]) -> None:
@@ -238,7 +242,12 @@ def find_checkpoint(config: TrainingConfig) -> Path | None:
 
 def _newest_valid(output_dir: Path) -> Path | None:
     """Return the newest checkpoint that is whole, if there is any; newer ones are set aside."""
-    for pattern in (f".{PREFIX}*.tmp", f".{PREFIX}*.old"):  # left by a process that was killed
+    # Left by a process that was killed: between the two names of a replacement, the new one is whole and has no name.
+    for old in output_dir.glob(f".{PREFIX}*.old"):
+        new, target = old.with_suffix(".tmp"), output_dir / old.stem.removeprefix(".")
+        if new.exists() and not target.exists():
+            new.rename(target)
+    for pattern in (f".{PREFIX}*.tmp", f".{PREFIX}*.old"):
         for folder in output_dir.glob(pattern):
             shutil.rmtree(folder)
     damaged: dict[Path, str] = {}

@@ -336,6 +336,10 @@ def try_out(sampler: TimestepSampler, steps: int, options: dict[str, object]) ->
     """Ask a sampler of the user's for what a run will ask it, and raise for answers that no run can use."""
     if sampler.objective not in ("same", "changed"):
         raise ValueError(f"its objective is {sampler.objective!r}; it must be 'same' or 'changed'")
+    if sampler.overrides("sample_for") and sampler.overrides("observe"):
+        raise ValueError(
+            "has both sample_for and observe; what draws for images learns from before_update and after_update"
+        )
     count, side = options["total_batch_size"] or IMAGES_TRIED, options["resolution"]
     channels = 3 if options["channels"] == "auto" else int(options["channels"])
     sampler.start(channels, torch.device("cpu"))

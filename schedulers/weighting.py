@@ -92,6 +92,8 @@ def speed(
     """
     if prediction_type != "epsilon":
         raise ValueError(f"is defined for epsilon prediction alone, not for {prediction_type}")
+    if len(alphas_cumprod) < 3:
+        raise ValueError(f"needs the rise of noise over at least 3 timesteps, not {len(alphas_cumprod)}")
     rise = torch.gradient(1 - alphas_cumprod)[0]
     scaled = (rise - rise.min()) / (rise.max() - rise.min())
     t = torch.arange(len(alphas_cumprod))

@@ -137,6 +137,18 @@ def test_the_network_is_loaded_once(studio, plain_run, monkeypatch):
     assert loaded == [1, 2]
 
 
+def test_averages_of_two_lengths_are_two_networks(studio, tiny_network, cache_dir, tmp_path, monkeypatch):
+    flags = [flag for flag in make_tiny_flags(tiny_network, cache_dir) if "ema_max_decay" not in flag]
+    run = run_training(tmp_path / "run", [*flags, "--ema=power", "--max_train_steps=4", "--checkpointing_steps=1"])
+    load, loaded = SavedModel.load, []
+    monkeypatch.setattr(SavedModel, "load", lambda model, device: loaded.append(model) or load(model, device))
+    for length in (0.1, 0.2):
+        (model,) = find_models(str(run), [], None, [length])
+        *_, below = app.show(studio, model, Wish(steps=2, ddim=True), False, threading.Event())
+        assert f"{run}/checkpoint-4 --ema_length={length} --ddim" in below.replace("&#x27;", "").replace("'", "")
+    assert [model.ema_length for model in loaded] == [0.1, 0.2]
+
+
 @pytest.mark.parametrize(
     ("wish", "message"),
     [

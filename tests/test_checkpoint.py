@@ -1,5 +1,7 @@
 """A checkpoint is what was written or it is not used."""
 
+import errno
+import os
 import pickle
 import random
 import shutil
@@ -75,6 +77,36 @@ def test_half_a_save_is_not_a_checkpoint(train, run):
     train(run, "--max_train_steps=6", "--checkpointing_steps=2")
     names = [".checkpoint-saved", *(f"checkpoint-{step}" for step in (2, 4, 6))]
     assert sorted(path.name for path in run.glob("*checkpoint-*")) == names
+
+
+def test_what_was_about_to_take_a_place_takes_it(train, run):
+    """Killed between the two names of a replacement: the new checkpoint is whole and has no name yet."""
+    shutil.copytree(run / "checkpoint-4", run / ".checkpoint-4.tmp")
+    (run / "checkpoint-4").rename(run / ".checkpoint-4.old")
+    before = losses_of(run)
+    train(run, "--max_train_steps=4", "--checkpointing_steps=2")
+    assert losses_of(run) == before
+    assert sorted(path.name for path in run.glob("*checkpoint-?*")) == [
+        ".checkpoint-saved", "checkpoint-2", "checkpoint-4"
+    ]  # fmt: skip
+    verify(run / "checkpoint-4")
+
+
+def test_one_that_cannot_be_pruned_is_no_failed_save(train, tmp_path, monkeypatch, capsys):
+    remove = shutil.rmtree
+
+    def busy(path, *args, **options):
+        if str(path).endswith("checkpoint-1.old") and not (args or options):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        remove(path, *args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    flags = ["--max_train_steps=3", "--checkpointing_steps=1", "--checkpoints_total_limit=1"]
+    run = train(tmp_path / "run", *flags)
+    shown = capsys.readouterr().err
+    assert "checkpoint-1 should make room and could not be removed" in shown
+    assert "could not be saved" not in shown
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-3"]
 
 
 def test_a_checkpoint_can_be_named(train, run, tmp_path):

@@ -1,5 +1,6 @@
 """evaluate.py on the checkpoints of a run."""
 
+import json
 import re
 from pathlib import Path
 
@@ -315,6 +316,24 @@ class TestRun:
         assert [(row["step"], row["num_images"]) for row in rows] == [("2", "12"), ("4", "10"), ("4", "12")]
         assert rows[0]["fd_tiny_vision@12"]
         assert not rows[0]["fd_tiny_vision@10"]
+
+    def test_a_pipeline_without_checkpoints_is_of_the_step_that_it_names(self, measured_run, tmp_path):
+        import shutil
+
+        from evaluation.samples import models_of
+        from run_folder.folder import RunFolder
+
+        copy = tmp_path / "run"
+        shutil.copytree(measured_run, copy)
+        for checkpoint in copy.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+        run = RunFolder(copy)
+        step = run.pipeline_step()
+        with run.metrics_file.open("a") as file:  # it went on, and was killed before it wrote another
+            file.write(json.dumps(run.read_metrics()[-1] | {"step": step + 50, "train_seconds": 1e6}) + "\n")
+        (model,) = models_of(run, [], None)
+        assert model.step == step
+        assert model.train_seconds < 1e6
 
     def test_kept_images_are_used_and_give_the_same_numbers(self, measured_run, evaluate, tmp_path, monkeypatch):
         import shutil

@@ -501,6 +501,9 @@ def test_a_sampler_that_looks_at_images_is_asked_too(tmp_path):
         build_sampler(vars(TrainingConfig(timestep_sampler=f"{path}:Mine")), LINEAR)
     path.write_text(path.read_text().replace("-1.0", "1.0"))
     assert build_sampler(vars(TrainingConfig(timestep_sampler=f"{path}:Mine")), LINEAR).overrides("sample_for")
+    path.write_text(path.read_text() + "    def observe(self, step, timesteps, losses): pass\n")
+    with pytest.raises(UserError, match="has both sample_for and observe"):
+        build_sampler(vars(TrainingConfig(timestep_sampler=f"{path}:Mine")), LINEAR)
 
 
 def test_a_constructor_without_arguments_is_one_line(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import platform
 import re
 import shutil
 import signal
@@ -277,13 +278,17 @@ class TestBeside:
         model = watching.next_checkpoint(RunFolder(copy), None, set())
         assert (model.name, model.step) == ("checkpoint-4", 4)
         assert "checkpoint-2 is not measured: it was pruned before it could be read" in caplog.text
-        assert [path.name for path in copy.glob(".*watched*")] == [f".checkpoint-4.watched-{os.getpid()}"]
+        assert [path.name for path in copy.glob(".*watched*")] == [
+            f".checkpoint-4.watched-{platform.node()}-{os.getpid()}"
+        ]
         # The one that is held takes no room, and is removed once its watcher is gone.
         name = "unet_ema/diffusion_pytorch_model.safetensors"
         assert (model.path / name).samefile(copy / "checkpoint-4" / name)
-        model.path.rename(copy / f".checkpoint-4.watched-{2**22 + 1}")
+        model.path.rename(copy / f".checkpoint-4.watched-{platform.node()}-{2**22 + 1}")
+        elsewhere = copy / f".checkpoint-4.watched-another-machine-{2**22 + 1}"
+        elsewhere.mkdir()
         watching.remove_abandoned(copy)
-        assert not list(copy.glob(".*watched*"))
+        assert [*copy.glob(".*watched*")] == [elsewhere]
 
 
 def test_the_best_is_kept_by_its_metric(run, tmp_path):

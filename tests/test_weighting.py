@@ -125,6 +125,12 @@ def test_what_a_paper_does_not_define_is_refused(prediction_type):
         weighting_table("speed", build_scheduler().alphas_cumprod, prediction_type)
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_speed_needs_a_rise(steps):
+    with pytest.raises(ValueError, match=f"at least 3 timesteps, not {steps}"):
+        weighting_table("speed", build_scheduler(num_train_timesteps=3).alphas_cumprod[:steps], "epsilon")
+
+
 @pytest.mark.parametrize("variance_type", ["fixed_large", "fixed_small"])
 @pytest.mark.parametrize("prediction_type", PREDICTION_TYPES)
 def test_divergence_weights_give_the_kl_of_the_step_back(prediction_type, variance_type):

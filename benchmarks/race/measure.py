@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,11 +15,12 @@ from common.files import default_cache_dir, load_safetensors, save_safetensors, 
 from common.processes import Processes, start_processes
 from evaluation.evaluate_options import EvaluationOptions
 from evaluation.features import FeatureExtractor
-from evaluation.image_sets import EncodedImages, as_rgb
+from evaluation.image_sets import as_rgb
 from evaluation.metrics import Moments, Neighbourhoods, compare_neighbourhoods, frechet_distance, kernel_distance
 from evaluation.networks import FeatureNetwork, load_networks
+from evaluation.samples import training_images
 from generation.engine import InferenceSettings, Job, generate_images
-from image_data.sources import load_images, spread
+from image_data.sources import spread
 from run_folder.checkpoints import WEIGHTS
 from run_folder.config import SCHEDULER_OPTIONS, TrainingConfig
 from run_folder.saved_model import SavedModel
@@ -46,9 +49,11 @@ class Judge:
 
     def _features_of_training_images(self, data: TrainingConfig, cache_dir: Path) -> torch.Tensor:
         """Return the features of so many of the training images, evenly spread."""
-        images = EncodedImages(load_images(data, "train"), data.resolution)
+        channels = 1 if data.channels == "1" else 3  # what "auto" finds to be grey is as grey in three
+        images = training_images(replace(data, channels=str(channels)), "train", data.cache_dir, 0)
         chosen = torch.as_tensor(spread(len(images), self.race.reference_images))
-        name = f"{images.fingerprint[:12]}-{data.resolution}-{len(chosen)}-{self.network.digest[:8]}"
+        pixels = hashlib.sha256(f"{images.fingerprint} {channels}".encode()).hexdigest()[:12]
+        name = f"{pixels}-{data.resolution}-{len(chosen)}-{self.network.digest[:8]}"
         path = cache_dir / "race" / f"{name}-{self.network.precision_name}.safetensors"
         if path.exists():
             return load_safetensors(path)[0]["features"]

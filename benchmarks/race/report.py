@@ -16,7 +16,7 @@ from scipy.stats import kendalltau, spearmanr
 
 from benchmarks.race.analysis import SHARES, Curve, Speed, compare, exponent
 from benchmarks.race.plan import RESULTS, Entry, Measurement, Race, points_of
-from common.files import write_atomically
+from common.files import in_turn, write_atomically
 from common.plots import COLOURS, LINES, NOTE, drawing, legend_beside
 
 METRICS = {"fid": "FID", "kid": "KID x 1000", "precision": "precision", "recall": "recall"}
@@ -95,10 +95,10 @@ def write_report(race: Race) -> None:
     for table in tables:
         draw(table, race.results / ("race.png" if table is densest else f"{table.measurement.name}.png"))
     write_atomically(race.results / "race.md", page(race, tables, results))
-    summary = json.loads(SUMMARY.read_text(encoding="utf-8")) if SUMMARY.exists() else {}
     if entry := summary_of(of_ddpm[0]):
-        summary[race.name] = entry
-        write_atomically(SUMMARY, json.dumps(summary, indent=1) + "\n")
+        with in_turn(SUMMARY.parent):
+            summary = json.loads(SUMMARY.read_text(encoding="utf-8")) if SUMMARY.exists() else {}
+            write_atomically(SUMMARY, json.dumps(summary | {race.name: entry}, indent=1) + "\n")
 
 
 def summary_of(table: Table) -> dict | None:
