@@ -190,7 +190,7 @@ def make_plan(race: Race, entry: Entry) -> Path:
 
 
 def summary_of(race: Race, entry: Entry) -> dict[str, object]:
-    """Return a finished run's length, its speed, and the share of its time that the timestep sampler took."""
+    """Return a finished run's length, its speed, its sampler's share of the time, and where it drew in the end."""
     run = race.runs / entry.name
     numbers = json.loads((run / FINISHED).read_text(encoding="utf-8"))
     lines = RunFolder(run).read_metrics()
@@ -201,8 +201,15 @@ def summary_of(race: Race, entry: Entry) -> dict[str, object]:
         "train_seconds": round(numbers["train_seconds"], 3),
         "images_per_second": speeds[len(speeds) // 2],
         "timestep_sampler_share": sum(shares) / len(shares),
+        "draws": draws_of(run),
         "machine": numbers.get("machine"),
     }
+
+
+def draws_of(run: Path) -> dict[str, list[float]]:
+    """Return the middles of the bins of log SNR, and the share of the draws in each at the end of a run."""
+    last = RunFolder(run).read_timesteps()[-1]
+    return {name: [round(value, 5) for value in last[name]] for name in ("log_snr", "probability")}
 
 
 def forget_weights(race: Race, entry: Entry) -> None:

@@ -94,6 +94,8 @@ def write_report(race: Race) -> None:
     densest = max(of_ddpm, key=lambda table: max(len(table.times(method)) for method in table.points))
     for table in tables:
         draw(table, race.results / ("race.png" if table is densest else f"{table.measurement.name}.png"))
+    if all("draws" in result for result in results):
+        draw_draws(race, densest, results)
     write_atomically(race.results / "race.md", page(race, tables, results))
     if entry := summary_of(of_ddpm[0]):
         with in_turn(SUMMARY.parent):
@@ -165,6 +167,19 @@ def draw(table: Table, path: Path) -> None:
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axis.set_minor_locator(NullLocator())
         legend_beside(panels, "method (seeds)")
+
+
+def draw_draws(race: Race, table: Table, results: list[dict]) -> None:
+    """Draw where each method's draws went in the end, and the FID that it came to: the best is named first."""
+    by_method = {result["method"]: result["draws"] for result in results if result["method"] in table.points}
+    end = {method: table.mean(method, table.times(method)[-1]) for method in by_method if table.times(method)}
+    with drawing(race.results / "draws.png", panel_width=7.5) as (_, panels):
+        axes = panels.item()
+        axes.set(title=f"{race.name}: draws at the end", xlabel="log SNR", ylabel="share of the draws, in equal bins")
+        for method in sorted(end, key=end.get):
+            draws, label = by_method[method], f"{method}: FID {end[method]:.1f}"
+            axes.plot(draws["log_snr"], draws["probability"], label=label, **style_of(race, method))
+        legend_beside(panels, "method")
 
 
 def style_of(race: Race, method: str) -> dict[str, object]:
