@@ -71,6 +71,7 @@ def main() -> None:
     from diffusers import DDPMPipeline
 
     from common.progress import set_up_logging
+    from run_folder.folder import PIPELINE_STEP, add_to_index
     from run_folder.imported_weights import (
         IMPROVED,
         LARGEST_FIXED_LARGE,
@@ -95,6 +96,7 @@ def main() -> None:
     # Whole or not at all.
     aside = folder.with_name(f".{folder.name}.tmp")
     DDPMPipeline(network, scheduler.plain()).save_pretrained(aside)
+    add_to_index(aside, {PIPELINE_STEP: None})
     card = f"""---
 library_name: diffusers
 tags: [diffusers, unconditional-image-generation]

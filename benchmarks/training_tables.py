@@ -28,7 +28,7 @@ OBJECTIVES = {
     "epsilon_hybrid": ("epsilon", "L_hybrid, learned range", NOT_IN_PAPER),
     "epsilon_L_resampled": ("epsilon", "L, learned range, resampled", NOT_IN_PAPER),
 }
-RACES = ("cifar10_16_screen", "cifar10_16_field")  # each has a table of its own, `race_<name>`
+RACES = ("cifar10_16_screen", "cifar10_16_field", "cifar10_16_ideas")  # each has a table of its own, `race_<name>`
 # Races between log_snr and uniform timesteps, and what they are of.
 LOG_SNR_RACES = {
     "cifar10_16_screen": "CIFAR-10, 16x16",
@@ -94,6 +94,20 @@ def races(results: Path) -> str:
             fids = [spread(list(table.values(method, end).values())) for method in (race.baseline, race.ours)]
             rows.append([images, f"{end:,.0f}", seeds, *fids, cell_of(speeds[race.ours])])
     head = ["images", "steps", "seeds", "FID of `uniform`", "FID of `log_snr`", "share of its steps to that FID"]
+    return lines(head, rows)
+
+
+def learning_rates(results: Path) -> str:
+    """Return the FID at the end of the race over learning rates: a row for each sampler."""
+    race, _, table = next(tables_of(results, "cifar10_16_learning_rates"))
+    rates, fids = set(), {}
+    for method, own in race.methods.items():
+        if of_seeds := list(table.values(method, race.time(1.0)).values() if method in table.points else ()):
+            rate = (race.training | own)["learning_rate"]
+            rates.add(rate)
+            fids.setdefault(own.get("timestep_sampler", "uniform"), {})[rate] = spread(of_seeds)
+    head = ["sampler", *(f"learning rate {rate:g}" for rate in sorted(rates))]
+    rows = [[f"`{name}`", *(of_rate.get(rate, "") for rate in sorted(rates))] for name, of_rate in fids.items()]
     return lines(head, rows)
 
 
@@ -167,6 +181,7 @@ def _rows_by_run(found: dict, names: tuple[str, ...], metrics: dict[str, Callabl
 TABLES: dict[str, Callable[[Path], str]] = {
     **{f"race_{name}": partial(race_table, name=name) for name in RACES},
     "races": races,
+    "learning_rates": learning_rates,
     "ablations": ablations,
     "ema_reconstruction": ema_reconstruction,
     "ema_averages": ema_averages,

@@ -67,8 +67,8 @@ class SamplerOptions:
     )
     variance_type: Literal["fixed_large", "fixed_small"] | None = option(
         None,
-        "Variance of the DDPM steps (default: the learned one, if the network has one; else fixed_large with all "
-        "timesteps, fixed_small with fewer).",
+        "Variance of the DDPM steps (default: the learned one, if the network has one; with fewer than all timesteps "
+        "fixed_small; else that of the run, or fixed_large of a pipeline that others made).",
     )
     eta: float | None = option(
         None, "Noise in the DDIM steps, from 0 (none, the default) to 1 (as much as DDPM with fixed_small).", UP_TO_ONE

@@ -98,13 +98,20 @@ class RunFolder:
 
     def pipeline_step(self) -> int | None:
         """Return the step whose weights the pipeline holds, if there is one that a run wrote."""
-        if not (self.network_folder / WEIGHTS).is_file():
-            return None
-        try:
-            step = json.loads(self.pipeline_file.read_text(encoding="utf-8"))[PIPELINE_STEP]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        step = self._pipeline_index().get(PIPELINE_STEP) if (self.network_folder / WEIGHTS).is_file() else None
         return step if isinstance(step, int) else None
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether this project wrote the pipeline: a run, or import_weights.py, which knows no step."""
+        return PIPELINE_STEP in self._pipeline_index()
+
+    def _pipeline_index(self) -> dict[str, object]:
+        try:
+            index = json.loads(self.pipeline_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return index if isinstance(index, dict) else {}
 
     @property
     def is_run(self) -> bool:
@@ -161,15 +168,21 @@ class RunFolder:
         try:
             shutil.rmtree(aside, ignore_errors=True)
             pipeline.save_pretrained(aside, safe_serialization=True)
-            index = aside / PIPELINE
-            entries = json.loads(index.read_text(encoding="utf-8")) | entries | {PIPELINE_STEP: step}
-            index.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+            index = add_to_index(aside, entries | {PIPELINE_STEP: step})
             for part in ("unet", "scheduler"):
                 replace_folder(aside / part, self.path / part)
                 fault_point("pipeline")
             index.replace(self.pipeline_file)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def add_to_index(pipeline: Path, entries: dict[str, object]) -> Path:
+    """Add entries to the index of a pipeline, and return the file."""
+    index = pipeline / PIPELINE
+    entries = json.loads(index.read_text(encoding="utf-8")) | entries
+    index.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+    return index
 
 
 def read_lines(path: Path) -> list[dict]:

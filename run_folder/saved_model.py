@@ -116,10 +116,14 @@ class SavedModel:
 
     @cached_property
     def scheduler(self) -> ExactDDPMScheduler:
-        from schedulers.ddpm import LEARNED_VARIANCES, ExactDDPMScheduler
+        from schedulers.ddpm import FIXED_VARIANCES, LEARNED_VARIANCES, ExactDDPMScheduler
 
-        # A fixed variance is a choice of the sampling method. Some that pipelines name are not exact here.
-        variance_type = self.scheduler_config.get("variance_type") if self.learns_variance else "fixed_large"
+        variance_type = self.scheduler_config.get("variance_type")
+        # Some that pipelines name are not exact here, and diffusers' default is not the paper's: that of another
+        # project's pipeline may be nobody's choice.
+        chosen = self.step is not None or RunFolder(self.path).is_ours
+        if not self.learns_variance and not (chosen and variance_type in FIXED_VARIANCES):
+            variance_type = "fixed_large"
         where = self.path / STATE if self.step is not None else f"{self.name}: its scheduler_config.json"
         with user_errors(f"{where} cannot be used", Exception):  # whatever stands there
             steps = self.scheduler_config["num_train_timesteps"]

@@ -3,6 +3,7 @@
 The networks are those of tests/original_unet.py, under each project's names, and of a second stand-in here.
 """
 
+import json
 import logging
 import math
 import pickle
@@ -18,6 +19,8 @@ from original_unet import OriginalUNet, randomize
 
 from common.errors import UserError
 from run_folder.imported_weights import PROJECTS, scheduler_for
+from run_folder.saved_model import find_models
+from schedulers.denoising import DDPM
 
 TIMESTEPS = (0, 10, 300, 999)
 
@@ -137,6 +140,16 @@ class TestTheOriginal:
         config = pipeline.scheduler.config
         assert (config.beta_schedule, config.beta_start, config.beta_end) == ("linear", 1e-4, 0.02)
         assert (config.variance_type, config.clip_sample, config.num_train_timesteps) == ("fixed_large", True, 1000)
+
+    def test_images_are_made_with_the_variance_that_was_imported(self, original, import_weights, tmp_path):
+        import_weights(under_tensorflow_names(original), "--variance_type=fixed_small", name="weights.npz")
+        folder = tmp_path / "imported"
+        (model,) = find_models(str(folder), [], None)
+        assert DDPM(model.scheduler, 1000).settings["variance_type"] == "fixed_small"
+        index = json.loads((folder / "model_index.json").read_text())
+        (folder / "model_index.json").write_text(json.dumps({name: index[name] for name in index if name != "_step"}))
+        (model,) = find_models(str(folder), [], None)  # a pipeline of somebody else's
+        assert DDPM(model.scheduler, 1000).settings["variance_type"] == "fixed_large"
 
     def test_its_port(self, original, import_weights):
         assert largest_error(import_weights(under_port_names(original)), original) < 1e-5

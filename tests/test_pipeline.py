@@ -1,5 +1,6 @@
 """What a run leaves behind gives the same images in stock diffusers, in a process that has never seen this project."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from conftest import make_tiny_flags, make_tiny_network, run_training
 
 from common.randomness import standard_normal
+from run_folder.saved_model import find_models
 from schedulers.ddpm import ExactDDPMScheduler
 from schedulers.denoising import DDPM, NOISE_KEY, denoise, network_predict, to_uint8
 
@@ -96,3 +98,12 @@ def test_grey_levels_are_rounded_and_not_truncated():
     values = torch.arange(256).float() / 127.5 - 1
     assert torch.equal(to_uint8(values), torch.arange(256, dtype=torch.uint8))
     assert to_uint8(torch.tensor([-2.0, 2.0])).tolist() == [0, 255]
+
+
+@pytest.mark.parametrize("variance_type", ["fixed_large", "fixed_small"])
+def test_a_run_and_its_pipeline_draw_with_the_variance_of_the_run(variance_type, train, tmp_path):
+    run = train(tmp_path / "run", f"--variance_type={variance_type}", "--max_train_steps=1")
+    for _ in range(2):
+        (model,) = find_models(str(run), [], None)
+        assert DDPM(model.scheduler, 1000).settings["variance_type"] == variance_type
+        shutil.rmtree(run / "checkpoint-1", ignore_errors=True)  # and the pipeline is left

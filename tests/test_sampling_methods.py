@@ -111,9 +111,9 @@ def test_what_variance_follows_from_the_number_of_steps():
     assert DDPM(build_scheduler(), T).settings["variance_type"] == "fixed_large"
     assert DDPM(build_scheduler(), 999).settings["variance_type"] == "fixed_small"
     assert DDPM(build_scheduler(), 100, "fixed_large").scheduler.config.variance_type == "fixed_large"
-    # What the model's configuration says of it does not count: stock pipelines say fixed_small by default.
-    stock = with_variance(build_scheduler().config, "fixed_small")
-    assert DDPM(stock, T).scheduler.config.variance_type == "fixed_large"
+    small = with_variance(build_scheduler().config, "fixed_small")
+    assert DDPM(small, T).settings["variance_type"] == "fixed_small"
+    assert DDPM(small, T, "fixed_large").settings["variance_type"] == "fixed_large"
 
 
 @pytest.mark.parametrize("total", [10, 100, 333, 1000, 4000])
