@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.measuring import ROOT
+from benchmarks.race.analysis import compare
 from benchmarks.race.plan import Measurement, Race, read_race
 from benchmarks.race.report import Table, as_table, cell_of, spread
 
@@ -28,7 +29,12 @@ OBJECTIVES = {
     "epsilon_hybrid": ("epsilon", "L_hybrid, learned range", NOT_IN_PAPER),
     "epsilon_L_resampled": ("epsilon", "L, learned range, resampled", NOT_IN_PAPER),
 }
-RACES = ("cifar10_16_screen", "cifar10_16_field", "cifar10_16_ideas")  # each has a table of its own, `race_<name>`
+RACES = (
+    "cifar10_16_screen",
+    "cifar10_16_field",
+    "cifar10_16_ideas",
+    "cifar10_32_screen",
+)  # each has a table of its own, `race_<name>`
 # Races between log_snr and uniform timesteps, and what they are of.
 LOG_SNR_RACES = {
     "cifar10_16_screen": "CIFAR-10, 16x16",
@@ -98,17 +104,53 @@ def races(results: Path) -> str:
 
 
 def learning_rates(results: Path) -> str:
-    """Return the FID at the end of the race over learning rates: a row for each sampler."""
+    """Return the FID at the end of the race over learning rates, and how soon log_snr is at the best of uniform."""
     race, _, table = next(tables_of(results, "cifar10_16_learning_rates"))
-    rates, fids = set(), {}
-    for method, own in race.methods.items():
-        if of_seeds := list(table.values(method, race.time(1.0)).values() if method in table.points else ()):
-            rate = (race.training | own)["learning_rate"]
-            rates.add(rate)
-            fids.setdefault(own.get("timestep_sampler", "uniform"), {})[rate] = spread(of_seeds)
-    head = ["sampler", *(f"learning rate {rate:g}" for rate in sorted(rates))]
-    rows = [[f"`{name}`", *(of_rate.get(rate, "") for rate in sorted(rates))] for name, of_rate in fids.items()]
-    return lines(head, rows)
+    end, found = race.time(1.0), {}
+    for method in table.points:
+        own = race.training | race.methods[method]
+        found[own.get("timestep_sampler", "uniform"), own["learning_rate"]] = method
+    rates = sorted({rate for _, rate in found})
+    rows = []
+    for sampler in ("uniform", "log_snr"):
+        methods = [found.get((sampler, rate)) for rate in rates]
+        cells = [spread(list(table.values(method, end).values())) if method else "" for method in methods]
+        rows.append([f"`{sampler}`", *cells])
+    best = min(
+        (table.mean(method, end), method, rate) for (sampler, rate), method in found.items() if sampler != race.ours
+    )
+    curves = table.curves()
+    share = cell_of(compare(curves[race.ours], curves[best[1]], end, 1.0))
+    said = (
+        f"With the learning rate of the other races `log_snr` comes to the best FID of `uniform`, {best[0]:.1f} with a "
+    )
+    said += f"learning rate of {best[2]:g}, after {share} of the steps."
+    return lines(["sampler", *(f"learning rate {rate:g}" for rate in rates)], rows) + f"\n{said}\n"
+
+
+def errors_by_level(results: Path) -> str:
+    """Return the mean error of epsilon at every second noise level, over the second half of the runs at 32x32."""
+    race = read_race(ROOT / "benchmarks" / "races" / "cifar10_32_screen.yaml")
+    found = {
+        entry.method: draws
+        for entry in race.entries
+        if (draws := read(results, f"race/{race.name}/{entry.name}").get("draws"))
+    }
+    levels = next(iter(found.values()))["log_snr"]
+    shown = range(1, len(levels) - 1, 2)
+    rows = [[f"`{method}`", *(f"{1000 * draws['loss'][bin]:.3g}" for bin in shown)] for method, draws in found.items()]
+    return lines(["1000 x error at a log SNR of", *(f"{levels[bin]:.1f}" for bin in shown)], rows)
+
+
+def attribution(results: Path) -> str:
+    """Return FID of images by one network with another in one band of log SNR."""
+    rows = []
+    for path in sorted((results / "attribution").glob("*.json")):
+        found = json.loads(path.read_text())
+        for band, one in found["bands"].items():
+            where = {"none": "nowhere", "all": "everywhere"}.get(band, f"where log SNR is {band}")
+            rows.append([f"`{found['other']}` {where}", f"{one['fid']:.1f}", f"{one['precision']:.2f}"])
+    return lines(["images by `log_snr`, but by", "FID", "precision"], rows)
 
 
 def ablations(results: Path) -> str:
@@ -182,6 +224,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **{f"race_{name}": partial(race_table, name=name) for name in RACES},
     "races": races,
     "learning_rates": learning_rates,
+    "attribution": attribution,
+    "errors_by_level": errors_by_level,
     "ablations": ablations,
     "ema_reconstruction": ema_reconstruction,
     "ema_averages": ema_averages,

@@ -282,6 +282,8 @@ def test_a_race_whose_measurement_was_stopped_goes_on(write_race, run, monkeypat
     draws = race.result_of(race.entries[0])["draws"]
     assert draws["log_snr"] == sorted(draws["log_snr"])
     assert sum(draws["probability"]) == pytest.approx(1, abs=1e-3)
+    assert all(loss is None or loss > 0 for loss in draws["loss"])
+    assert len(draws["loss"]) == len(draws["log_snr"])
     page = (race.results / "race.md").read_text()
     assert "| stratified | 2 | at most 1.00 (1.00 to 1.00) | at most 0.50 (0.50 to 0.50) | at most 0.25" in page
     summary = json.loads((race.results.parent.parent / "race_summary.json").read_text())["race"]

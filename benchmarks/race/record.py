@@ -8,6 +8,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from benchmarks.race.plan import Entry, Race, points_of
 from benchmarks.race.train import FINISHED, snapshot_of, snapshots_of
@@ -207,9 +208,15 @@ def summary_of(race: Race, entry: Entry) -> dict[str, object]:
 
 
 def draws_of(run: Path) -> dict[str, list[float]]:
-    """Return the middles of the bins of log SNR, and the share of the draws in each at the end of a run."""
-    last = RunFolder(run).read_timesteps()[-1]
-    return {name: [round(value, 5) for value in last[name]] for name in ("log_snr", "probability")}
+    """Return the middles of the bins of log SNR, the share of the draws in each at the end, and its mean loss.
+
+    The loss is that of the second half of the run; of a bin without draws there is none.
+    """
+    lines = RunFolder(run).read_timesteps()
+    by_bin = zip(*(line["loss"] for line in lines[len(lines) // 2 :]), strict=True)
+    known = ([loss for loss in of_bin if loss is not None] for of_bin in by_bin)
+    draws = {name: [round(value, 5) for value in lines[-1][name]] for name in ("log_snr", "probability")}
+    return draws | {"loss": [round(fmean(losses), 5) if losses else None for losses in known]}
 
 
 def forget_weights(race: Race, entry: Entry) -> None:
