@@ -116,16 +116,17 @@ def learning_rates(results: Path) -> str:
         methods = [found.get((sampler, rate)) for rate in rates]
         cells = [spread(list(table.values(method, end).values())) if method else "" for method in methods]
         rows.append([f"`{sampler}`", *cells])
-    best = min(
-        (table.mean(method, end), method, rate) for (sampler, rate), method in found.items() if sampler != race.ours
-    )
+    table_lines = lines(["sampler", *(f"learning rate {rate:g}" for rate in rates)], rows)
+    of_uniform = [
+        (table.mean(method, end), method, rate) for (name, rate), method in found.items() if name != race.ours
+    ]
+    if not of_uniform:
+        return table_lines
+    fid, method, rate = min(of_uniform)
     curves = table.curves()
-    share = cell_of(compare(curves[race.ours], curves[best[1]], end, 1.0))
-    said = (
-        f"With the learning rate of the other races `log_snr` comes to the best FID of `uniform`, {best[0]:.1f} with a "
-    )
-    said += f"learning rate of {best[2]:g}, after {share} of the steps."
-    return lines(["sampler", *(f"learning rate {rate:g}" for rate in rates)], rows) + f"\n{said}\n"
+    share = cell_of(compare(curves[race.ours], curves[method], end, 1.0))
+    said = f"With the learning rate of the other races `log_snr` comes to the best FID of `uniform`, {fid:.1f} with a "
+    return table_lines + f"\n{said}learning rate of {rate:g}, after {share} of the steps.\n"
 
 
 def errors_by_level(results: Path) -> str:
@@ -136,7 +137,7 @@ def errors_by_level(results: Path) -> str:
         for entry in race.entries
         if (draws := read(results, f"race/{race.name}/{entry.name}").get("draws"))
     }
-    levels = next(iter(found.values()))["log_snr"]
+    levels = next(iter(found.values()), {"log_snr": []})["log_snr"]
     shown = range(1, len(levels) - 1, 2)
     rows = [[f"`{method}`", *(f"{1000 * draws['loss'][bin]:.3g}" for bin in shown)] for method, draws in found.items()]
     return lines(["1000 x error at a log SNR of", *(f"{levels[bin]:.1f}" for bin in shown)], rows)

@@ -123,7 +123,7 @@ def summary_of(table: Table) -> dict | None:
     return {
         "method": ours, "time_ratio": speed.ratio, "low": speed.low, "high": speed.high, "seeds": speed.seeds,
         "best_other": best_other, "time_ratio_best_other": speeds[best_other].ratio, "reached": speed.reached,
-        "unit": race.unit, "budget": race.budget, "measurement": table.measurement.name,
+        "bounds": speed.bounds, "unit": race.unit, "budget": race.budget, "measurement": table.measurement.name,
     }  # fmt: skip
 
 
