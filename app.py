@@ -164,8 +164,8 @@ def show(studio: Studio, model: SavedModel, wish: Wish, estimates: bool, stopped
         yield as_html(frame, f"stopped at step {frame.number} of {frame.steps}") if frame else "<p>stopped</p>"
         return
     precision = studio.processes.precision
-    flags = [] if model.step is None else [f"--weights={model.weights}"]
-    flags = flags if model.ema_length is None else [f"--ema_length={model.ema_length:g}"]
+    which = f"--weights={model.weights}" if model.ema_length is None else f"--ema_length={model.ema_length:g}"
+    flags = [] if model.step is None else [which]
     flags += wish.flags() + ([] if precision == "no" else [f"--mixed_precision={precision}"])
     command = shlex.join(["python", "generate.py", model.source, *flags])
     below = f"<p>To make these images as files:</p><code>{html.escape(command)}</code>"

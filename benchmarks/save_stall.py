@@ -72,7 +72,7 @@ def main() -> None:
             writer.wait()
             measured["written"].append(time.perf_counter() - start)
         files = [path for path in Path(folder, f"checkpoint-{rounds - 1}").rglob("*") if path.is_file()]
-        megabytes = sum(path.stat().st_size for path in files) / 2**20
+        megabytes = sum(path.stat().st_size for path in files) / 1e6
 
     medians = {name: round(Spread.of(values).median, 4) for name, values in measured.items() if values}
     rows = [

@@ -29,12 +29,8 @@ OBJECTIVES = {
     "epsilon_hybrid": ("epsilon", "L_hybrid, learned range", NOT_IN_PAPER),
     "epsilon_L_resampled": ("epsilon", "L, learned range, resampled", NOT_IN_PAPER),
 }
-RACES = (
-    "cifar10_16_screen",
-    "cifar10_16_field",
-    "cifar10_16_ideas",
-    "cifar10_32_screen",
-)  # each has a table of its own, `race_<name>`
+# Each has a table of its own, `race_<name>`.
+RACES = ("cifar10_16_screen", "cifar10_16_field", "cifar10_16_ideas", "cifar10_32_screen")
 # Races between log_snr and uniform timesteps, and what they are of.
 LOG_SNR_RACES = {
     "cifar10_16_screen": "CIFAR-10, 16x16",
@@ -79,15 +75,8 @@ def race_table(results: Path, name: str) -> str:
         cells = [spread(one) if one else "" for one in (*fids, [1000 * value for value in kid])]
         rows.append([f"`{method}`", str(len(recalls)), *cells, f"{fmean(recalls):.2f}", speed])
     columns = [f"FID after {time:,.0f}" if time == times[0] else f"{time:,.0f}" for time in times]
-    head = [
-        "method",
-        "seeds",
-        *columns,
-        "KID x 1000",
-        "recall",
-        f"share of the {race.unit} of {race.baseline} to its last FID",
-    ]
-    return lines(head, rows)
+    share = f"share of the {race.unit} of {race.baseline} to its last FID"
+    return lines(["method", "seeds", *columns, "KID x 1000", "recall", share], rows)
 
 
 def races(results: Path) -> str:
@@ -139,18 +128,19 @@ def errors_by_level(results: Path) -> str:
     }
     levels = next(iter(found.values()), {"log_snr": []})["log_snr"]
     shown = range(1, len(levels) - 1, 2)
-    rows = [[f"`{method}`", *(f"{1000 * draws['loss'][bin]:.3g}" for bin in shown)] for method, draws in found.items()]
-    return lines(["1000 x error at a log SNR of", *(f"{levels[bin]:.1f}" for bin in shown)], rows)
+    rows = []
+    for method, draws in found.items():
+        losses = [draws["loss"][level] for level in shown]
+        rows.append([f"`{method}`", *("" if loss is None else f"{1000 * loss:.3g}" for loss in losses)])
+    return lines(["1000 x error at a log SNR of", *(f"{levels[level]:.1f}" for level in shown)], rows)
 
 
 def attribution(results: Path) -> str:
-    """Return FID of images by one network with another in one band of log SNR."""
+    """Return FID at 32x32 of images by the network of log_snr, with that of uniform in one band of log SNR."""
     rows = []
-    for path in sorted((results / "attribution").glob("*.json")):
-        found = json.loads(path.read_text())
-        for band, one in found["bands"].items():
-            where = {"none": "nowhere", "all": "everywhere"}.get(band, f"where log SNR is {band}")
-            rows.append([f"`{found['other']}` {where}", f"{one['fid']:.1f}", f"{one['precision']:.2f}"])
+    for band, one in read(results, "attribution/cifar10_32_screen-log_snr-uniform-0").get("bands", {}).items():
+        where = {"none": "nowhere", "all": "everywhere"}.get(band, f"where log SNR is {band}")
+        rows.append([f"`uniform` {where}", f"{one['fid']:.1f}", f"{one['precision']:.2f}"])
     return lines(["images by `log_snr`, but by", "FID", "precision"], rows)
 
 

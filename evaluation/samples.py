@@ -42,9 +42,10 @@ def models_of(run: RunFolder, steps: list[str], weights: str | None, lengths: Se
     if not checkpoints(run.path):
         pipelines = find_models(str(run.path), steps, weights, lengths)
         step, lines = run.pipeline_step(), run.read_metrics()
-        of_step = [line for line in lines if step in (None, line["step"])]  # one that names none is of the run's end
-        known = {name: of_step[-1][name] for name in ("step", "train_seconds")} if of_step else {}
-        return [replace(pipeline, **known) for pipeline in pipelines]
+        # A pipeline that names no step is of the run's end; there need not be a line of metrics of the very step.
+        until = [line for line in lines if step is None or line["step"] <= step]
+        known = {name: until[-1][name] for name in ("step", "train_seconds")} if until else {}
+        return [replace(pipeline, **known | ({} if step is None else {"step": step})) for pipeline in pipelines]
     if lengths:
         return find_models(str(run.path), steps, weights, lengths)
     models = find_models(str(run.path), steps or ["all"], weights)

@@ -1,16 +1,20 @@
 """What is derived is verified when it is read, and made again, with a line, if it is not what was written."""
 
 import logging
+import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.files import load_safetensors, save_safetensors
+from common.files import load_safetensors, save_safetensors, written_aside
 from conditions.text_encoder import EncodedCaptions, TextEncoder
+from conditions.training_condition import encode_captions
 from evaluation.metrics import Moments
 from evaluation.statistics import Identity, Statistics, _from_cache, _path_in_cache, save_statistics
+from run_folder.config import ConditionalConfig
 
 IDENTITY = Identity("photos", "train", 20, 8, 8, 3, True, "f" * 8, "inception", "clean", "0" * 64, "float32")
 
@@ -69,3 +73,28 @@ def test_captions(text_encoder, tmp_path, caplog):
     encoder.encode_once(captions, tmp_path)
     assert caplog.text == ""
     assert torch.equal(EncodedCaptions(path)(torch.tensor([0, 1]))[0], states)
+
+
+def test_writers_with_the_same_process_number_keep_apart(tmp_path):
+    """As on two machines that share a folder: each has a temporary file of its own, and the later one stays."""
+    path = tmp_path / "file"
+    with written_aside(path) as first, written_aside(path) as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert first != second
+    assert path.read_text() == "first"  # which was the last to end
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_machine_reads_captions_from_its_own_cache(text_encoder, tmp_path):
+    """What the main process of another machine has encoded is in a folder that need not exist here."""
+    there, here = (ConditionalConfig(text_encoder=str(text_encoder), cache_dir=str(tmp_path / name)) for name in "ab")
+    gathered = []
+    processes = SimpleNamespace(is_local_main=True, device=torch.device("cpu"))
+    processes.all_gather = lambda found: gathered.append(found) or gathered
+    encode_captions(there, ["seven"], ["seven"], processes)
+    shutil.move(tmp_path / "a", tmp_path / "of the other machine")
+    (tmp_path / "b").mkdir()
+    condition = encode_captions(here, ["seven"], ["seven"], processes)  # which opens the files
+    assert condition.description["prompts"] == ["seven"]
+    assert gathered[0] == gathered[1]

@@ -334,6 +334,11 @@ class TestRun:
         (model,) = models_of(run, [], None)
         assert model.step == step
         assert model.train_seconds < 1e6
+        lines = run.metrics_file.read_text().splitlines()
+        run.metrics_file.write_text("\n".join(line for line in lines if f'"step": {step},' not in line) + "\n")
+        assert step not in [line["step"] for line in run.read_metrics()]
+        (model,) = models_of(run, [], None)
+        assert model.step == step
 
     def test_kept_images_are_used_and_give_the_same_numbers(self, measured_run, evaluate, tmp_path, monkeypatch):
         import shutil

@@ -207,7 +207,7 @@ def summary_of(race: Race, entry: Entry) -> dict[str, object]:
     }
 
 
-def draws_of(run: Path) -> dict[str, list[float]]:
+def draws_of(run: Path) -> dict[str, list[float | None]]:
     """Return the middles of the bins of log SNR, the share of the draws in each at the end, and its mean loss.
 
     The loss is that of the second half of the run; of a bin without draws there is none.

@@ -157,9 +157,8 @@ def draw(table: Table, path: Path) -> None:
                 axes.axhline(target, color=NOTE, linewidth=0.8, linestyle=(0, (1, 3)))
                 place = {"xy": (1, target), "xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
                 text = f"{race.baseline} at {share:.0%} of the budget"
-                axes.annotate(
-                    text, **place, xytext=(0, -2), ha="right", va="top", fontsize=7, color=NOTE
-                )  # curves fall
+                # Below the line, from which curves that fall have gone at the right.
+                axes.annotate(text, **place, xytext=(0, -2), ha="right", va="top", fontsize=7, color=NOTE)
         axes.xaxis.set_major_locator(FixedLocator([race.budget * 2.0**power for power in range(-6, 6)]))
         low, high = axes.get_ylim()
         axes.yaxis.set_major_locator(LogLocator(subs=TICKS if high / low < 20 else (1, 2, 5)))

@@ -87,16 +87,14 @@ class Look(TimestepSampler):
         """Return a number, not below 0, for every bin; the network has no dropout meanwhile."""
         raise NotImplementedError
 
-    def follow(self) -> None:
-        """Set the density by `values`."""
-        worth = self.pi * self.values[self.bins.of_timestep]
+    def follow(self, values: torch.Tensor) -> None:
+        worth = self.pi * values[self.bins.of_timestep]
         self.set_density((1 - FOLLOWED) * self.pi + FOLLOWED * worth / worth.sum(), FLOOR)
 
     def before_update(self, update: UpdateProbe) -> None:
         steps = update.step + 1
-        if steps < self.first or int(self.per_doubling * math.log2(steps)) == int(
-            self.per_doubling * math.log2(steps - 1)
-        ):
+        before, now = (int(self.per_doubling * math.log2(number)) for number in (max(1, steps - 1), steps))
+        if steps < self.first or now == before:
             return
         update.network.eval()
         seen = self.look(update).double()
@@ -107,7 +105,7 @@ class Look(TimestepSampler):
             self._refresh()
 
     def _refresh(self) -> None:
-        self.follow()
+        self.follow(self.values)
 
     def signals(self) -> dict[str, torch.Tensor]:
         return {"value": self.values[self.bins.of_timestep]} if self.looks else {}
@@ -148,10 +146,9 @@ class GradientMoments(Look):
         norms = [self.gradient(update, number, 4, "moments").square().sum() for number in range(len(self.bins))]
         return update.total(torch.stack(norms)).cpu()
 
-    def follow(self) -> None:
+    def _refresh(self) -> None:
+        self.follow(self.values.sqrt())
         # The share that stays with pi keeps the weights below 1 / (1 - FOLLOWED).
-        worth = self.pi * self.values.sqrt()[self.bins.of_timestep]
-        self.set_density((1 - FOLLOWED) * self.pi + FOLLOWED * worth / worth.sum(), FLOOR)
         wanted = (1 - FLOOR) * self.pi + FLOOR / self.num_train_timesteps
         self._corrections = (wanted / self.describe()).float()
 
