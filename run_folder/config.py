@@ -47,7 +47,7 @@ LARGEST_GRID = 4096
 # TIMESTEP_SAMPLERS of schedulers/loss.py by what they train, without importing torch.
 SAME_OBJECTIVE = ("uniform", "stratified", "loss_second_moment", "kingma_gao")
 CHANGED_OBJECTIVE = ("logit_normal", "edm", "log_snr", "laplace", "beta", "speed")
-CHANGED_OBJECTIVE += ("infonoise", "edm2", "marginal_return", "ats")
+CHANGED_OBJECTIVE += ("infonoise", "edm2", "saturating_bound", "marginal_return", "ats")
 
 # The options that are the arguments of build_scheduler (schedulers/ddpm.py), in order.
 SCHEDULER_OPTIONS = (
@@ -218,6 +218,12 @@ class TimestepOptions:
     edm2_std: float = option(1.0, "Standard deviation of ln sigma.", POSITIVE)
     edm2_floor: float = option(0.0, "Share of the draws that are uniform over all t.", UP_TO_ONE)
     edm2_learning_rate: float = option(0.01, "Learning rate for the expected loss.", POSITIVE)
+    saturating_bound_scale: float = option(
+        100.0, "Squared error of an image's noise, over all of its pixels, at which a loss counts half.", POSITIVE
+    )
+    saturating_bound_floor: float = option(0.03, "Share of the draws that are uniform over all t.", UP_TO_ONE)
+    saturating_bound_low: float = option(-6.5, "Lowest log SNR drawn, apart from the floor.")
+    saturating_bound_high: float = option(6.2, "Highest log SNR drawn, apart from the floor.")
     marginal_return_prior: float = option(
         0.3, "Least share of the adaptive draws that stays uniform in log SNR; 1 turns adapting off.", UP_TO_ONE
     )

@@ -1,6 +1,7 @@
 """Timestep samplers that learn while the network does. Their state is tensors, the same on every process."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,36 +129,21 @@ THIRDS = 3  # of an octave, a doubling of the steps, in which losses are summed
 WORTH_A_LOOK = 100  # losses of a bin in an octave
 
 
-class MarginalReturn(TimestepSampler):
-    """Draw where a further draw lowers the variational bound most; weight losses by how uncertain they are.
+class ErrorsByOctave(TimestepSampler):
+    """Knows which error of epsilon to expect in equal bins of lambda = log SNR: the mean over steps n/2 to n.
 
-    The bound is the error L of epsilon summed over lambda = log SNR (Kingma et al. 2021). Where L falls with the number
-    n of steps, the draws at lambda have earned D = -dL / d ln n, and they are spent best where all earn the same:
-
-        p(lambda) = s D / sum D + (1 - s) pi,    w(lambda) ~ L^-power, of mean 1 over the draws
-
-    pi is uniform in lambda from `low` to `high`. D is the mean loss over steps n/4 to n/2 less that over n/2 to n, by
-    ln 2, in bins of lambda, less its standard error. s is 1 - prior times the part of all that fell which is not
-    standard error: where noise is all there is, p falls back to pi.
-    Power 1 would weight as least squares does, where L is the variance of the noise; a root of it keeps small noise in
-    the game. A share `floor` of the draws is uniform over all t. Another objective.
+    Errors are summed by thirds of an octave, a doubling of the steps: the state is small, and what is expected follows
+    the training at its own pace. It begins with lambda uniform from `low` to `high`, and a share `floor` of the draws
+    uniform over all t.
     """
 
     objective = "changed"
     needs_squared_errors = True
     stratified = True
 
-    def __init__(
-        self,
-        alphas_cumprod: torch.Tensor,
-        prior: float = 0.3,
-        power: float = 0.25,
-        floor: float = 0.03,
-        low: float = -6.5,
-        high: float = 6.2,
-    ):
+    def __init__(self, alphas_cumprod: torch.Tensor, floor: float, low: float, high: float):
         super().__init__(alphas_cumprod)
-        self.bins, self.prior, self.power, self.floor = LogSNRBins(alphas_cumprod), prior, power, floor
+        self.bins, self.floor = LogSNRBins(alphas_cumprod), floor
         self.range = self.bins.between(low, high)
         # Of the errors in every bin: their number, sum and sum of squares, in the present third of an octave of steps
         # and in the six before it.
@@ -182,40 +168,33 @@ class MarginalReturn(TimestepSampler):
             moment[0].index_add_(0, self.bins.of_timestep[timesteps], values)
 
     def _refresh(self) -> None:
-        """Set density and weights by the two octaves before the present third of one."""
-        (count, total, squares), (count_before, total_before, squares_before) = (
-            self.moments[:, start : start + THIRDS].sum(1) for start in (1, 1 + THIRDS)
-        )
+        """Learn from the two octaves before the present third of one, if they are known all over the range."""
+        latest, before = (self.moments[:, start : start + THIRDS].sum(1) for start in (1, 1 + THIRDS))
         # Of a bin that the range hardly touches, losses are too rare to wait for.
         in_range = self.bins.total(self.range) > self.bins.total(self.bins.widths) / 2
-        known = torch.minimum(count, count_before) >= WORTH_A_LOOK
-        self.returns, self.expected = torch.zeros_like(total), torch.ones_like(total)
-        trust = 0.0
-        if known[in_range].all():
-            mean, mean_before = total / count, total_before / count_before
-            variance = (squares / count - mean.square()) / count
-            variance += (squares_before / count_before - mean_before.square()) / count_before
-            error = torch.where(known, variance.clamp(min=0).sqrt(), 0)
-            fallen = torch.where(known, (mean_before - mean - error).clamp(min=0), 0)
-            self.returns = self.bins.smoothed(fallen / math.log(2))  # neighbours learn from one another
-            self.expected = torch.where(known, mean, torch.nan)
-            trust = (fallen.sum() / (fallen + error).sum()).nan_to_num(0).item()
-        earned, pi = self.worth()[self.bins.of_timestep] * self.range, self.range / self.range.sum()
-        share = (1 - self.prior) * trust
-        self.set_density(share * earned / earned.sum().clamp(min=1e-300) + (1 - share) * pi, self.floor)
+        known = torch.minimum(latest[0], before[0]) >= WORTH_A_LOOK
+        self.set_density(self.range, self.floor)
+        self.expected = torch.ones(len(self.bins), dtype=torch.float64)
+        self.has_learned = bool(known[in_range].all())
+        if self.has_learned:
+            self.expected = torch.where(known, latest[1] / latest[0], torch.nan)
+            self.learn(latest, before, known)
+
+    def learn(self, latest: torch.Tensor, before: torch.Tensor, known: torch.Tensor) -> None:
+        """Set density and weights by the moments of two octaves, in the bins that are known."""
+        raise NotImplementedError
+
+    def weigh(self, weight: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Weight losses by a function of the logarithm of the error expected there, of mean 1 over the draws."""
         known = self.expected.isfinite()
         log_expected = np.interp(self.bins.log_snr, self.bins.centres[known], self.expected[known].log())
-        weights = torch.from_numpy(log_expected).mul(-self.power).exp()
+        weights = weight(torch.from_numpy(log_expected))
         self._corrections = (weights / (weights * self.describe()).sum()).float()
 
-    def worth(self) -> torch.Tensor:
-        """Return what a draw in each bin is worth: p follows it."""
-        return self.returns
-
     def signals(self) -> dict[str, torch.Tensor]:
-        tables = {"return": self.returns, "expected_error": self.expected}
-        own = {name: table[self.bins.of_timestep] for name, table in tables.items()}
-        return own | {"weight": self._corrections.double()} if self.returns.any() else {}
+        if not self.has_learned:
+            return {}
+        return {"expected_error": self.expected[self.bins.of_timestep], "weight": self._corrections.double()}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"moments": self.moments, "third": self.third}
@@ -224,6 +203,90 @@ class MarginalReturn(TimestepSampler):
         load_into(self.moments, state["moments"], "moments")
         self.third.copy_(state["third"])
         self._refresh()
+
+
+class SaturatingBound(ErrorsByOctave):
+    """Draw lambda = log SNR evenly; count large errors of an image by their logarithm, as the training measures them.
+
+    The variational bound counts D = E |epsilon - epsilon_theta|^2, over all pixels of an image, the same at every
+    lambda (Kingma et al. 2021). Here D counts in full only while it is small beside `scale`, N:
+
+        J = integral of N ln(1 + D / N) d lambda,    w(lambda) = 1 / (1 + D / N), of mean 1 over the draws
+
+    D grows with the number of pixels, so large images are trained with more weight on much noise than small ones.
+    A share `floor` of the draws is uniform over all t. Another objective.
+    """
+
+    def __init__(
+        self,
+        alphas_cumprod: torch.Tensor,
+        scale: float = 100.0,
+        floor: float = 0.03,
+        low: float = -6.5,
+        high: float = 6.2,
+    ):
+        positive(scale=scale)
+        self.scale, self.values = scale, 1  # in an image, before there is one
+        super().__init__(alphas_cumprod, floor, low, high)
+
+    def start(self, shape: torch.Size, device: torch.device) -> None:
+        self.values = shape.numel()
+
+    def learn(self, latest: torch.Tensor, before: torch.Tensor, known: torch.Tensor) -> None:
+        self.weigh(lambda log_expected: 1 / (1 + self.values * log_expected.exp() / self.scale))
+
+
+class MarginalReturn(ErrorsByOctave):
+    """Draw where a further draw lowers the variational bound most; weight losses by how uncertain they are.
+
+    The bound is the error L of epsilon summed over lambda = log SNR (Kingma et al. 2021). Where L falls with the number
+    n of steps, the draws at lambda have earned D = -dL / d ln n, and they are spent best where all earn the same:
+
+        p(lambda) = s D / sum D + (1 - s) pi,    w(lambda) ~ L^-power, of mean 1 over the draws
+
+    pi is uniform in lambda from `low` to `high`. D is the mean loss over steps n/4 to n/2 less that over n/2 to n, by
+    ln 2, in bins of lambda, less its standard error. s is 1 - prior times the part of all that fell which is not
+    standard error: where noise is all there is, p falls back to pi.
+    Power 1 would weight as least squares does, where L is the variance of the noise; a root of it keeps small noise in
+    the game. A share `floor` of the draws is uniform over all t. Another objective.
+    """
+
+    def __init__(
+        self,
+        alphas_cumprod: torch.Tensor,
+        prior: float = 0.3,
+        power: float = 0.25,
+        floor: float = 0.03,
+        low: float = -6.5,
+        high: float = 6.2,
+    ):
+        self.prior, self.power = prior, power
+        super().__init__(alphas_cumprod, floor, low, high)
+
+    def _refresh(self) -> None:
+        self.returns = torch.zeros(len(self.bins), dtype=torch.float64)
+        super()._refresh()
+
+    def learn(self, latest: torch.Tensor, before: torch.Tensor, known: torch.Tensor) -> None:
+        (count, total, squares), (count_before, total_before, squares_before) = latest, before
+        mean, mean_before = total / count, total_before / count_before
+        variance = (squares / count - mean.square()) / count
+        variance += (squares_before / count_before - mean_before.square()) / count_before
+        error = torch.where(known, variance.clamp(min=0).sqrt(), 0)
+        fallen = torch.where(known, (mean_before - mean - error).clamp(min=0), 0)
+        self.returns = self.bins.smoothed(fallen / math.log(2))  # neighbours learn from one another
+        trust = (fallen.sum() / (fallen + error).sum()).nan_to_num(0).item()
+        earned, pi = self.worth()[self.bins.of_timestep] * self.range, self.range / self.range.sum()
+        share = (1 - self.prior) * trust
+        self.set_density(share * earned / earned.sum().clamp(min=1e-300) + (1 - share) * pi, self.floor)
+        self.weigh(lambda log_expected: log_expected.mul(-self.power).exp())
+
+    def worth(self) -> torch.Tensor:
+        """Return what a draw in each bin is worth: p follows it."""
+        return self.returns
+
+    def signals(self) -> dict[str, torch.Tensor]:
+        return super().signals() | ({"return": self.returns[self.bins.of_timestep]} if self.has_learned else {})
 
 
 class KingmaGao(BinnedLosses):
@@ -376,8 +439,8 @@ class AdaptiveTimestepSampling(TimestepSampler):
         self.queued = torch.zeros((), dtype=torch.int64)
         self.shapes = torch.ones(1, 2)  # a and b of every image of the batch that the policy last learned from
 
-    def start(self, channels: int, device: torch.device) -> None:
-        self.policy = Policy(channels).to(device)
+    def start(self, shape: torch.Size, device: torch.device) -> None:
+        self.policy = Policy(shape[0]).to(device)
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.learning_rate)
 
     # Draws.

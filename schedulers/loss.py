@@ -35,6 +35,7 @@ from schedulers.adaptive_samplers import (
     KingmaGao,
     LossSecondMoment,
     MarginalReturn,
+    SaturatingBound,
 )
 from schedulers.ddpm import ExactDDPMScheduler, prediction_of
 from schedulers.timestep_samplers import (
@@ -68,6 +69,7 @@ TIMESTEP_SAMPLERS: dict[str, type[TimestepSampler]] = {
     "kingma_gao": KingmaGao,
     "infonoise": InfoNoise,
     "edm2": EDM2,
+    "saturating_bound": SaturatingBound,
     "marginal_return": MarginalReturn,
     "ats": AdaptiveTimestepSampling,
 }
@@ -116,12 +118,14 @@ class DiffusionLoss:
         self.sampler_seconds = 0.0  # that this process has spent on the sampler
         self._pending: deque[tuple[int, torch.Tensor, PendingCopy]] = deque()
 
-    def start(self, seed: int, batch_size: int, channels: int, inputs: ConditionInputs, processes: Processes) -> None:
+    def start(
+        self, seed: int, batch_size: int, shape: torch.Size, inputs: ConditionInputs, processes: Processes
+    ) -> None:
         """Get ready for a run: its randomness, its global batch, and what its network takes for a row of conditions."""
         self.seed, self.noise_key = seed, derive_seed(seed, "noise")
         self.batch_size, self.inputs = batch_size, inputs
         self.processes, self.device = processes, processes.device
-        self.sampler.start(channels, self.device)
+        self.sampler.start(shape, self.device)
 
     def __call__(self, network: torch.nn.Module, batch: Batch, t: torch.Tensor) -> torch.Tensor:
         """Return the error of every image: the mean of (epsilon - epsilon_theta(x_t, t))^2 over its pixels (eq. 14)."""
@@ -342,7 +346,7 @@ def try_out(sampler: TimestepSampler, steps: int, options: dict[str, object]) ->
         )
     count, side = options["total_batch_size"] or IMAGES_TRIED, options["resolution"]
     channels = 3 if options["channels"] == "auto" else int(options["channels"])
-    sampler.start(channels, torch.device("cpu"))
+    sampler.start(torch.Size([channels, side, side]), torch.device("cpu"))
     density = sampler.describe()
     if density.shape != (steps,) or not (density >= 0).all() or abs(density.sum() - 1) > 1e-6:
         raise ValueError(f"describe() must return the probability of each of the {steps} timesteps; they sum to 1")

@@ -126,8 +126,8 @@ class TimestepSampler:
         They have the loss weighting but not this sampler's own weights.
         """
 
-    def start(self, channels: int, device: torch.device) -> None:
-        """Get ready for a run, and for the state of a checkpoint."""
+    def start(self, shape: torch.Size, device: torch.device) -> None:
+        """Get ready for a run with images of this shape, and for the state of a checkpoint."""
 
     def before_update(self, update: UpdateProbe) -> None:
         """Look at the network before its weights are updated."""

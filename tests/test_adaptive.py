@@ -27,20 +27,23 @@ from schedulers.adaptive_samplers import (
     EDM2,
     TRIES,
     AdaptiveTimestepSampling,
+    ErrorsByOctave,
     InfoNoise,
     KingmaGao,
     LossSecondMoment,
     MarginalReturn,
+    SaturatingBound,
     beta_draws,
     most_telling,
 )
 from schedulers.ddpm import build_scheduler
 from schedulers.loss import DiffusionLoss, build_loss
-from schedulers.timestep_samplers import LogSNRBins, TimestepSampler, UpdateProbe
+from schedulers.timestep_samplers import LogSNRBins, TimestepSampler, UniformLogSNR, UpdateProbe
 from training.update import Update
 
 T = 20
 CUMULATIVE = build_scheduler(num_train_timesteps=T).alphas_cumprod
+BY_OCTAVE = ("saturating_bound", "marginal_return")  # samplers that expect errors by octaves of steps
 
 
 # Loss second moment.
@@ -169,12 +172,12 @@ def test_infonoise_needs_squared_errors(error):
 
 @pytest.mark.parametrize("weighting", ["none", "edm", "p2", "min_snr"])
 @pytest.mark.parametrize("prediction_type", ["v_prediction", "sample", "mean"])
-@pytest.mark.parametrize("name", ["loss_second_moment", "kingma_gao", "infonoise", "edm2", "marginal_return"])
+@pytest.mark.parametrize("name", ["loss_second_moment", "kingma_gao", "infonoise", "edm2", *BY_OCTAVE])
 def test_noise_alone_is_learned_from_or_refused(name, prediction_type, weighting):
     """Where nothing is left of the image, some weightings count its error as 0: the loss does not tell it."""
     process = build_scheduler("jsd", 100, prediction_type=prediction_type)
     config = TrainingConfig(timestep_sampler=name, loss_weighting=weighting, infonoise_floor=0.1, edm2_floor=0.1)
-    if name in ("infonoise", "marginal_return") and weighting in ("p2", "min_snr"):
+    if name in ("infonoise", *BY_OCTAVE) and weighting in ("p2", "min_snr"):
         message = f"--loss_weighting {weighting}: counts the error of x_0 at t = 99 as 0, and --timestep_sampler {name}"
         with pytest.raises(UserError, match=message):
             build_loss(vars(config), process)
@@ -253,7 +256,7 @@ def test_a_restored_state_draws_and_learns_the_same(make):
             other.load_state_dict(parts.state_dict())
 
 
-# Marginal return.
+# The errors expected by octaves of steps, and the saturating bound.
 
 
 def power_laws(bins: LogSNRBins) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,10 +265,8 @@ def power_laws(bins: LogSNRBins) -> tuple[torch.Tensor, torch.Tensor]:
     return 0.1 + place, 0.01 + place**2
 
 
-def learned_returns(steps: int, noise: float = 0.0, falling: bool = True, **options) -> MarginalReturn:
+def shown_power_laws(sampler: ErrorsByOctave, steps: int, noise: float = 0.0, falling: bool = True) -> ErrorsByOctave:
     """Let a sampler see errors that fall as power laws, every bin's equally often."""
-    cumulative = build_scheduler().alphas_cumprod
-    sampler = MarginalReturn(cumulative, **options)
     heights, limits = power_laws(sampler.bins)
     timesteps = torch.cat([(sampler.bins.of_timestep == b).nonzero()[:1, 0] for b in range(len(sampler.bins))])
     timesteps = timesteps.repeat_interleave(8)
@@ -275,6 +276,56 @@ def learned_returns(steps: int, noise: float = 0.0, falling: bool = True, **opti
         chance = torch.randn(len(bins), generator=generator_for("losses", step), dtype=torch.float64)
         sampler.observe(step, timesteps, errors * (1 + noise * chance))
     return sampler
+
+
+def saturating(shape: tuple[int, ...], steps: int = 1030, **options) -> SaturatingBound:
+    sampler = SaturatingBound(build_scheduler().alphas_cumprod, **options)
+    sampler.start(torch.Size(shape), torch.device("cpu"))
+    return shown_power_laws(sampler, steps)
+
+
+def test_errors_are_expected_to_be_the_mean_of_the_latest_octave():
+    sampler = saturating((3, 8, 8))
+    heights, limits = power_laws(sampler.bins)
+    expected = limits + heights * np.mean(np.arange(512, 1024) ** -0.5)
+    torch.testing.assert_close(sampler.expected, expected, rtol=1e-9, atol=0)
+    signal = sampler.signals()["expected_error"]
+    torch.testing.assert_close(signal, sampler.expected[sampler.bins.of_timestep])
+
+
+def test_weights_are_the_derivative_of_the_saturating_bound():
+    """Of the sum of N ln(1 + D / N) over bins, by the error of each, up to a factor: the mean of the weights is 1."""
+    sampler = saturating((3, 16, 16), scale=50.0)
+    errors = sampler.expected.clone().requires_grad_()
+    (50 * torch.log1p(768 * errors / 50)).sum().backward()
+    centres = [(sampler.bins.log_snr - centre).abs().argmin().item() for centre in sampler.bins.centres]
+    ratio = sampler._corrections.double()[centres] / errors.grad
+    torch.testing.assert_close(ratio[2:-2], ratio[2:-2].mean().expand_as(ratio[2:-2]), rtol=0.02, atol=0)
+    assert (sampler._corrections * sampler.describe()).sum().item() == pytest.approx(1)
+
+
+def test_the_more_pixels_the_less_do_large_errors_count():
+    spread = [
+        (weights.max() / weights.min()).item()
+        for weights in (saturating((3, side, side))._corrections for side in (8, 16, 32))
+    ]
+    assert 1 < spread[0] < spread[1] < spread[2]
+    assert (saturating((3, 16, 16), scale=1e9)._corrections - 1).abs().max() < 1e-4  # that of the bound
+
+
+def test_until_errors_are_known_it_is_log_snr():
+    sampler, fixed = saturating((3, 32, 32), steps=40), UniformLogSNR(build_scheduler().alphas_cumprod)
+    assert torch.equal(sampler.describe(), fixed.describe())
+    assert (sampler._corrections == 1).all()
+    assert sampler.signals() == {}
+    assert torch.equal(saturating((3, 32, 32)).describe(), fixed.describe())  # and its density is so for good
+
+
+# Marginal return.
+
+
+def learned_returns(steps: int, noise: float = 0.0, falling: bool = True, **options) -> MarginalReturn:
+    return shown_power_laws(MarginalReturn(build_scheduler().alphas_cumprod, **options), steps, noise, falling)
 
 
 def test_what_the_draws_have_earned_is_read_from_the_losses():
@@ -364,7 +415,7 @@ def test_f_regression_is_that_of_scikit_learn():
 
 def make_ats(**options) -> AdaptiveTimestepSampling:
     sampler = AdaptiveTimestepSampling(CUMULATIVE, grid=10, interval=1, **options)
-    sampler.start(1, torch.device("cpu"))
+    sampler.start(torch.Size([1, 8, 8]), torch.device("cpu"))
     return sampler
 
 
@@ -445,13 +496,13 @@ LEARNING = {
     "infonoise": ["--timestep_sampler=infonoise", "--infonoise_bins=2", "--loss_weighting=edm"],
     "kingma_gao": ["--timestep_sampler=kingma_gao", "--kingma_gao_bins=2", "--loss_weighting=sigmoid"],
     "edm2": ["--timestep_sampler=edm2", "--loss_weighting=edm"],
-    "marginal_return": ["--timestep_sampler=marginal_return", "--marginal_return_low=-20", "--marginal_return_high=20"],
+    **{name: [f"--timestep_sampler={name}", f"--{name}_low=-20", f"--{name}_high=20"] for name in BY_OCTAVE},
     "ats": ["--timestep_sampler=ats", "--ats_interval=2", "--ats_grid=10", "--ats_queue=4"],
 }
 FLAGS = [f"--ddpm_num_steps={T}", "--ddpm_num_inference_steps=2", "--logging_steps=3", "--save_images_steps=100"]
 
 
-@pytest.mark.parametrize("name", ["loss_second_moment", "infonoise", "edm2", "marginal_return", "ats"])
+@pytest.mark.parametrize("name", ["loss_second_moment", "infonoise", "edm2", *BY_OCTAVE, "ats"])
 def test_resumed_equals_uninterrupted(name, train, tmp_path):
     """Stopped within a window of metrics, with losses still on their way."""
     flags = [*FLAGS, *LEARNING[name], "--timestep_sampler=" + name]
@@ -475,9 +526,9 @@ def test_resumed_equals_uninterrupted(name, train, tmp_path):
         assert (state["counts"] >= 10).all()
     if name == "edm2":
         assert state["updates"] == 20
-    if name == "marginal_return":
+    if name in BY_OCTAVE:
         assert state["third"] == 12  # of octaves of steps, 3 log2(20)
-    assert name in ("ats", "marginal_return") or metrics_of(whole)[-1]["weight_ess"] < 1
+    assert name in ("ats", *BY_OCTAVE) or metrics_of(whole)[-1]["weight_ess"] < 1
 
 
 def test_another_history_does_not_fit(train, tmp_path):
@@ -512,7 +563,14 @@ def noted(name: Path, index: int) -> tuple[dict[str, torch.Tensor], list[dict[st
 
 
 # Few steps of ATS: Adam makes of gradients that round differently updates that differ.
-STEPS = {"loss_second_moment": 16, "infonoise": 10, "kingma_gao": 10, "edm2": 4, "marginal_return": 6, "ats": 4}
+STEPS = {
+    "loss_second_moment": 16,
+    "infonoise": 10,
+    "kingma_gao": 10,
+    "edm2": 4,
+    "ats": 4,
+    **dict.fromkeys(BY_OCTAVE, 6),
+}
 
 
 def flags_of(name: str, base: list[str]) -> list[str]:

@@ -55,7 +55,7 @@ def closed_form(name: str, batch_size: int = 128) -> np.ndarray:
         own = np.log(A / (1 - A))
         nearest = T - 1 - np.rint(np.interp(log_snr, own[::-1], t)).astype(int)
         return np.bincount(nearest, minlength=T) / 1_000_000
-    if name in ("log_snr", "marginal_return"):
+    if name in ("log_snr", "saturating_bound", "marginal_return"):
         own = np.log(A / (1 - A))
         share = np.where((own >= -6.5) & (own <= 6.2), -np.gradient(own), 0)
         return 0.97 * share / share.sum() + 0.03 / T
@@ -110,7 +110,7 @@ def test_draws_follow_the_closed_forms(name):
     """Dependent draws (stratified ones, duals) are spread more evenly than chance would; none are spread less."""
     p = chi_square_p(draws(make(name)), closed_form(name))
     assert p > 1e-3
-    if name not in ("stratified", "speed", "marginal_return"):
+    if name not in ("stratified", "speed", "saturating_bound", "marginal_return"):
         assert p < 1 - 1e-3
 
 
@@ -242,7 +242,7 @@ def test_the_expected_gradient_is_that_of_uniform_draws_where_the_objective_is_t
     expected = (sampler.describe() * weights) @ gradients
     if sampler.objective == "same":
         torch.testing.assert_close(expected, gradients.mean(0), rtol=1e-6, atol=1e-6)
-    elif name not in ("edm2", "marginal_return"):  # which weight losses by what they expect of them
+    elif name not in ("edm2", "saturating_bound", "marginal_return"):  # which weight losses by what they expect of them
         assert (weights == 1).all()
     drawn, weights = sampler.sample(512, generator_for(0))
     torch.testing.assert_close(weights, sampler._corrections[drawn], rtol=0, atol=0)

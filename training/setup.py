@@ -227,7 +227,8 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
         unet = build_training_unet(config, data.channels, initialisation, condition.network).to(processes.device)
         check_disk(config, unet.num_parameters())
         loss = build_loss(vars(config), build_process(config))
-        loss.start(config.seed, sizes.total, data.channels, condition.inputs, processes)
+        shape = torch.Size([data.channels, config.resolution, config.resolution])
+        loss.start(config.seed, sizes.total, shape, condition.inputs, processes)
         state = TrainingState(
             unet=unet,
             update=Update(config, unet, total_steps, processes),

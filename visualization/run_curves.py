@@ -83,9 +83,10 @@ def read_densities(folder: Path, config: TrainingConfig) -> dict[int, torch.Tens
     """Read the probability of every timestep at each checkpoint of a run, by step."""
     densities = {}
     scheduler = build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS))
+    shape = torch.Size([int(config.channels), config.resolution, config.resolution])
     for checkpoint in checkpoints(folder):
         sampler = build_sampler(vars(config), scheduler.alphas_cumprod)
-        sampler.start(int(config.channels), torch.device("cpu"))
+        sampler.start(shape, torch.device("cpu"))
         file = checkpoint / "sampler.safetensors"
         try:
             verify(checkpoint, (file.name,))
