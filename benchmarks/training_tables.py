@@ -30,13 +30,16 @@ OBJECTIVES = {
     "epsilon_L_resampled": ("epsilon", "L, learned range, resampled", NOT_IN_PAPER),
 }
 # Each has a table of its own, `race_<name>`.
-RACES = ("cifar10_16_screen", "cifar10_16_field", "cifar10_16_ideas", "cifar10_32_screen")
-# Races between log_snr and uniform timesteps, and what they are of.
-LOG_SNR_RACES = {
+RACES = ("cifar10_16_screen", "cifar10_16_field", "cifar10_16_ideas", "cifar10_32_screen", "cifar10_32_long")
+# Races of our methods against uniform timesteps, and what they are of.
+OUR_METHODS = ("log_snr", "saturating_bound")
+OUR_RACES = {
+    "cifar10_16_ideas": "CIFAR-10, 16x16",
     "cifar10_16_screen": "CIFAR-10, 16x16",
-    "cifar10_16_long": "the same, four times as long",
-    "cifar10_32_screen": "CIFAR-10, 32x32",
+    "cifar10_16_long": "CIFAR-10, 16x16",
     "animals_16": "photos of animals, 16x16",
+    "cifar10_32_screen": "CIFAR-10, 32x32",
+    "cifar10_32_long": "CIFAR-10, 32x32",
 }
 
 
@@ -80,16 +83,19 @@ def race_table(results: Path, name: str) -> str:
 
 
 def races(results: Path) -> str:
-    """Return how soon log_snr comes to uniform's last FID, and both at equal time, on all data."""
+    """Return how soon our methods come to uniform's last FID, and both at equal time, on all data."""
     rows = []
-    for name, images in LOG_SNR_RACES.items():
+    for name, images in OUR_RACES.items():
         race, _, table = next(tables_of(results, name))
-        if race.ours in (speeds := table.speeds(1.0)):
-            end, seeds = race.time(1.0), str(speeds[race.ours].seeds)
-            fids = [spread(list(table.values(method, end).values())) for method in (race.baseline, race.ours)]
-            rows.append([images, f"{end:,.0f}", seeds, *fids, cell_of(speeds[race.ours])])
-    head = ["images", "steps", "seeds", "FID of `uniform`", "FID of `log_snr`", "share of its steps to that FID"]
-    return lines(head, rows)
+        end, speeds = race.time(1.0), table.speeds(1.0)
+        for method in OUR_METHODS:
+            if method in speeds:
+                own, base = table.values(method, end), table.values(race.baseline, end)
+                seeds = sorted(own.keys() & base.keys())
+                fids = [spread([values[seed] for seed in seeds]) for values in (base, own)]
+                rows.append([images, f"{end:,.0f}", f"`{method}`", str(len(seeds)), *fids, cell_of(speeds[method])])
+    columns = ["FID of `uniform`", "of the method", "share of the steps of `uniform` to its FID"]
+    return lines(["images", "steps", "method", "seeds", *columns], rows)
 
 
 def learning_rates(results: Path) -> str:

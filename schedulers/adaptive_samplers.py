@@ -178,9 +178,9 @@ class ErrorsByOctave(TimestepSampler):
         self.has_learned = bool(known[in_range].all())
         if self.has_learned:
             self.expected = torch.where(known, latest[1] / latest[0], torch.nan)
-            self.learn(latest, before, known)
+            self.follow(latest, before, known)
 
-    def learn(self, latest: torch.Tensor, before: torch.Tensor, known: torch.Tensor) -> None:
+    def follow(self, latest: torch.Tensor, before: torch.Tensor, known: torch.Tensor) -> None:
         """Set density and weights by the moments of two octaves, in the bins that are known."""
         raise NotImplementedError
 
@@ -229,10 +229,10 @@ class SaturatingBound(ErrorsByOctave):
         self.scale, self.values = scale, 1  # in an image, before there is one
         super().__init__(alphas_cumprod, floor, low, high)
 
-    def start(self, shape: torch.Size, device: torch.device) -> None:
-        self.values = shape.numel()
+    def start(self, shape: tuple[int, int, int], device: torch.device) -> None:
+        self.values = math.prod(shape)
 
-    def learn(self, latest: torch.Tensor, before: torch.Tensor, known: torch.Tensor) -> None:
+    def follow(self, latest: torch.Tensor, before: torch.Tensor, known: torch.Tensor) -> None:
         self.weigh(lambda log_expected: 1 / (1 + self.values * log_expected.exp() / self.scale))
 
 
@@ -267,7 +267,7 @@ class MarginalReturn(ErrorsByOctave):
         self.returns = torch.zeros(len(self.bins), dtype=torch.float64)
         super()._refresh()
 
-    def learn(self, latest: torch.Tensor, before: torch.Tensor, known: torch.Tensor) -> None:
+    def follow(self, latest: torch.Tensor, before: torch.Tensor, known: torch.Tensor) -> None:
         (count, total, squares), (count_before, total_before, squares_before) = latest, before
         mean, mean_before = total / count, total_before / count_before
         variance = (squares / count - mean.square()) / count
@@ -439,7 +439,7 @@ class AdaptiveTimestepSampling(TimestepSampler):
         self.queued = torch.zeros((), dtype=torch.int64)
         self.shapes = torch.ones(1, 2)  # a and b of every image of the batch that the policy last learned from
 
-    def start(self, shape: torch.Size, device: torch.device) -> None:
+    def start(self, shape: tuple[int, int, int], device: torch.device) -> None:
         self.policy = Policy(shape[0]).to(device)
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.learning_rate)
 

@@ -119,7 +119,7 @@ class DiffusionLoss:
         self._pending: deque[tuple[int, torch.Tensor, PendingCopy]] = deque()
 
     def start(
-        self, seed: int, batch_size: int, shape: torch.Size, inputs: ConditionInputs, processes: Processes
+        self, seed: int, batch_size: int, shape: tuple[int, int, int], inputs: ConditionInputs, processes: Processes
     ) -> None:
         """Get ready for a run: its randomness, its global batch, and what its network takes for a row of conditions."""
         self.seed, self.noise_key = seed, derive_seed(seed, "noise")
@@ -346,7 +346,7 @@ def try_out(sampler: TimestepSampler, steps: int, options: dict[str, object]) ->
         )
     count, side = options["total_batch_size"] or IMAGES_TRIED, options["resolution"]
     channels = 3 if options["channels"] == "auto" else int(options["channels"])
-    sampler.start(torch.Size([channels, side, side]), torch.device("cpu"))
+    sampler.start((channels, side, side), torch.device("cpu"))
     density = sampler.describe()
     if density.shape != (steps,) or not (density >= 0).all() or abs(density.sum() - 1) > 1e-6:
         raise ValueError(f"describe() must return the probability of each of the {steps} timesteps; they sum to 1")

@@ -126,7 +126,7 @@ class TimestepSampler:
         They have the loss weighting but not this sampler's own weights.
         """
 
-    def start(self, shape: torch.Size, device: torch.device) -> None:
+    def start(self, shape: tuple[int, int, int], device: torch.device) -> None:
         """Get ready for a run with images of this shape, and for the state of a checkpoint."""
 
     def before_update(self, update: UpdateProbe) -> None:

@@ -278,9 +278,9 @@ def shown_power_laws(sampler: ErrorsByOctave, steps: int, noise: float = 0.0, fa
     return sampler
 
 
-def saturating(shape: tuple[int, ...], steps: int = 1030, **options) -> SaturatingBound:
+def saturating(shape: tuple[int, int, int], steps: int = 1030, **options) -> SaturatingBound:
     sampler = SaturatingBound(build_scheduler().alphas_cumprod, **options)
-    sampler.start(torch.Size(shape), torch.device("cpu"))
+    sampler.start(shape, torch.device("cpu"))
     return shown_power_laws(sampler, steps)
 
 
@@ -415,7 +415,7 @@ def test_f_regression_is_that_of_scikit_learn():
 
 def make_ats(**options) -> AdaptiveTimestepSampling:
     sampler = AdaptiveTimestepSampling(CUMULATIVE, grid=10, interval=1, **options)
-    sampler.start(torch.Size([1, 8, 8]), torch.device("cpu"))
+    sampler.start((1, 8, 8), torch.device("cpu"))
     return sampler
 
 

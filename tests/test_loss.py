@@ -44,7 +44,7 @@ def batch_of(count: int = 4, step: int = 5) -> Batch:
 def loss_of(prediction_type: str = "epsilon", error: str = "l2", perturbation: float = 0.0) -> DiffusionLoss:
     process = build_scheduler(prediction_type=prediction_type)
     loss = DiffusionLoss(process, Uniform(process.alphas_cumprod), torch.ones(1000), LOSSES[error], perturbation)
-    loss.start(seed=3, batch_size=4, shape=torch.Size([1, 8, 8]), inputs=lambda rows: {}, processes=HERE)
+    loss.start(seed=3, batch_size=4, shape=(1, 8, 8), inputs=lambda rows: {}, processes=HERE)
     return loss
 
 

@@ -164,7 +164,7 @@ def loss_with(*flags: str):
 def output_and_loss(loss, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of a fixed output for a batch, with the output as a leaf."""
     here = SimpleNamespace(device=torch.device("cpu"), count=1, accelerator=SimpleNamespace(autocast=nullcontext))
-    loss.start(seed=3, batch_size=len(t), shape=torch.Size([1, 8, 8]), inputs=lambda rows: {}, processes=here)
+    loss.start(seed=3, batch_size=len(t), shape=(1, 8, 8), inputs=lambda rows: {}, processes=here)
     images = (torch.arange(len(t) * 16) * 3 % 256).to(torch.uint8).reshape(len(t), 1, 4, 4)
     rows = torch.arange(len(t))
     output = (0.3 * random(len(t), 2, 4, 4)).float().requires_grad_()

@@ -85,7 +85,7 @@ def step(monkeypatch, on_gpu, request):
     config = parse_config(["--dataset_name=digits", "--no_use_ema", *request.param])
     loss = build_loss(vars(config), build_process(config))
     processes = SimpleNamespace(device=CUDA, count=1, index=0, accelerator=SimpleNamespace(scaler=None))
-    loss.start(0, 4, torch.Size([1, 8, 8]), lambda rows: {}, processes)
+    loss.start(0, 4, (1, 8, 8), lambda rows: {}, processes)
     bins, places = LogSNRBins(loss.process.alphas_cumprod), torch.arange(4)
     mode, unet = on_gpu
     with mode:
@@ -234,7 +234,7 @@ def test_operations_of_a_step(mixed, of_network):
     config = parse_config(["--dataset_name=digits", "--no_use_ema"])
     processes = SimpleNamespace(device=cpu, count=1, index=0, accelerator=SimpleNamespace(scaler=None))
     loss = build_loss(vars(config), build_process(config))
-    loss.start(0, 16, torch.Size([3, 8, 8]), lambda rows: {}, processes)
+    loss.start(0, 16, (3, 8, 8), lambda rows: {}, processes)
     window = Window(processes, LogSNRBins(loss.process.alphas_cumprod), 50)
     with FakeTensorMode(allow_non_fake_inputs=True):
         unet = build_unet(32, 3)
@@ -464,7 +464,7 @@ def test_every_exchange_of_a_step_is_timed(flags, exchanges, tiny_network, monke
         build_loss(vars(config), build_process(config)),
         UNet2DModel.from_config(UNet2DModel.load_config(tiny_network)),
     )
-    loss.start(0, 8, torch.Size([1, 8, 8]), lambda rows: {}, processes)
+    loss.start(0, 8, (1, 8, 8), lambda rows: {}, processes)
     window = Window(processes, LogSNRBins(loss.process.alphas_cumprod), 50)
     state = SimpleNamespace(unet=unet, loss=loss, update=Update(config, unet, 100, processes), window=window)
     run = SimpleNamespace(

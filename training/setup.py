@@ -227,7 +227,7 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
         unet = build_training_unet(config, data.channels, initialisation, condition.network).to(processes.device)
         check_disk(config, unet.num_parameters())
         loss = build_loss(vars(config), build_process(config))
-        shape = torch.Size([data.channels, config.resolution, config.resolution])
+        shape = (data.channels, config.resolution, config.resolution)
         loss.start(config.seed, sizes.total, shape, condition.inputs, processes)
         state = TrainingState(
             unet=unet,

@@ -83,7 +83,7 @@ def read_densities(folder: Path, config: TrainingConfig) -> dict[int, torch.Tens
     """Read the probability of every timestep at each checkpoint of a run, by step."""
     densities = {}
     scheduler = build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS))
-    shape = torch.Size([int(config.channels), config.resolution, config.resolution])
+    shape = (int(config.channels), config.resolution, config.resolution)
     for checkpoint in checkpoints(folder):
         sampler = build_sampler(vars(config), scheduler.alphas_cumprod)
         sampler.start(shape, torch.device("cpu"))
