@@ -11,7 +11,7 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from scipy.stats import kendalltau, spearmanr
 
 from benchmarks.race.analysis import SHARES, Curve, Speed, compare, exponent
@@ -161,7 +161,10 @@ def draw(table: Table, path: Path) -> None:
                 axes.annotate(text, **place, xytext=(0, -2), ha="right", va="top", fontsize=7, color=NOTE)
         axes.xaxis.set_major_locator(FixedLocator([race.budget * 2.0**power for power in range(-6, 6)]))
         low, high = axes.get_ylim()
-        axes.yaxis.set_major_locator(LogLocator(subs=TICKS if high / low < 20 else (1, 2, 5)))
+        if high / low < 2:  # few round numbers of a logarithmic axis are in between
+            axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        else:
+            axes.yaxis.set_major_locator(LogLocator(subs=TICKS if high / low < 20 else (1, 2, 5)))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axis.set_minor_locator(NullLocator())
