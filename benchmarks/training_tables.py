@@ -138,6 +138,10 @@ def errors_by_level(results: Path) -> str:
     for method, draws in found.items():
         losses = [draws["loss"][level] for level in shown]
         rows.append([f"`{method}`", *("" if loss is None else f"{1000 * loss:.3g}" for loss in losses)])
+    least = {one["log_snr"]: one["error"] for one in read(results, f"optimum/{race.name}").get("levels", [])}
+    if least:
+        known = (least.get(levels[level]) for level in shown)
+        rows.append(["the least possible", *("" if error is None else f"{1000 * error:.2g}" for error in known)])
     return lines(["1000 x error at a log SNR of", *(f"{levels[level]:.1f}" for level in shown)], rows)
 
 

@@ -15,6 +15,7 @@ from benchmarks import __main__ as suite
 from benchmarks import scaling, tables
 from benchmarks.frechet import by_scipy
 from benchmarks.measuring import Result, Row, Spread, Worker, in_turns, ratios, read_rows, write_result
+from benchmarks.optimum import least_error
 from benchmarks.profile_steps import NOTHING, kind_of, own_times, summarise
 from common.errors import RunFailed
 from evaluation.metrics import Moments
@@ -254,6 +255,20 @@ def test_every_table_of_the_pages_has_a_source():
         assert len(marks) == len(set(marks))
         if page == "docs/speed.md":
             assert set(suite.BENCHMARKS) - {"profile_steps"} <= set(marks)
+
+
+# The least error.
+
+
+def test_the_least_error_is_that_of_the_posterior_mean():
+    """Of Gaussian images: a value of variance v has snr v / (1 + snr v) of its noise left."""
+    deviations = torch.tensor([1.0, 0.5, 0.1])
+    images = deviations * torch.randn(20_000, 3, generator=torch.Generator().manual_seed(0))
+    found = least_error(images, images[:2000].view(-1, 3, 1, 1), log_snr=-1.0)
+    left = deviations.square() * np.exp(-1)
+    assert found["error"] == pytest.approx((left / (1 + left)).mean().item(), abs=4 * found["standard_error"])
+    assert found["standard_error"] < 0.01
+    assert least_error(images[:50], images[:10].view(-1, 3, 1, 1), log_snr=-1.0) is None  # too few to average over
 
 
 # That they start.
