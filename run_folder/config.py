@@ -219,7 +219,9 @@ class TimestepOptions:
     edm2_floor: float = option(0.0, "Share of the draws that are uniform over all t.", UP_TO_ONE)
     edm2_learning_rate: float = option(0.01, "Learning rate for the expected loss.", POSITIVE)
     saturating_bound_scale: float = option(
-        100.0, "Squared error of an image's noise, over all of its pixels, at which a loss counts half.", POSITIVE
+        100.0,
+        "Squared error of epsilon, summed over an image, at which a loss counts half as much as a small one.",
+        POSITIVE,
     )
     saturating_bound_floor: float = option(0.03, "Share of the draws that are uniform over all t.", UP_TO_ONE)
     saturating_bound_low: float = option(-6.5, "Lowest log SNR drawn, apart from the floor.")

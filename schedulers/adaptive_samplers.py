@@ -171,7 +171,8 @@ class ErrorsByOctave(TimestepSampler):
         """Learn from the two octaves before the present third of one, if they are known all over the range."""
         latest, before = (self.moments[:, start : start + THIRDS].sum(1) for start in (1, 1 + THIRDS))
         # Of a bin that the range hardly touches, losses are too rare to wait for.
-        in_range = self.bins.total(self.range) > self.bins.total(self.bins.widths) / 2
+        share = self.bins.total(self.range) / self.bins.total(self.bins.widths)
+        in_range = share > min(0.5, share.max().item() / 2)
         known = torch.minimum(latest[0], before[0]) >= WORTH_A_LOOK
         self.set_density(self.range, self.floor)
         self.expected = torch.ones(len(self.bins), dtype=torch.float64)
@@ -208,13 +209,14 @@ class ErrorsByOctave(TimestepSampler):
 class SaturatingBound(ErrorsByOctave):
     """Draw lambda = log SNR evenly; count large errors of an image by their logarithm, as the training measures them.
 
-    The variational bound counts D = E |epsilon - epsilon_theta|^2, over all pixels of an image, the same at every
-    lambda (Kingma et al. 2021). Here D counts in full only while it is small beside `scale`, N:
+    The variational bound counts D = E |epsilon - epsilon_theta|^2, summed over an image, the same at every lambda
+    (Kingma et al. 2021). Here D counts in full only while it is small compared with `scale`, N:
 
         J = integral of N ln(1 + D / N) d lambda,    w(lambda) = 1 / (1 + D / N), of mean 1 over the draws
 
-    D grows with the number of pixels, so large images are trained with more weight on much noise than small ones.
-    A share `floor` of the draws is uniform over all t. Another objective.
+    D grows with the size of an image, so larger ones are trained with less weight on little noise. J is what a network
+    that predicts epsilon minimises; another prediction or a loss weighting comes on top of it. A share `floor` of the
+    draws is uniform over all t. Another objective.
     """
 
     def __init__(
@@ -231,6 +233,7 @@ class SaturatingBound(ErrorsByOctave):
 
     def start(self, shape: tuple[int, int, int], device: torch.device) -> None:
         self.values = math.prod(shape)
+        self._refresh()
 
     def follow(self, latest: torch.Tensor, before: torch.Tensor, known: torch.Tensor) -> None:
         self.weigh(lambda log_expected: 1 / (1 + self.values * log_expected.exp() / self.scale))
