@@ -47,7 +47,7 @@ def main() -> None:
     processes = start_processes(config)
     data = load_training_images(config, open_source(config, processes), processes)
     rows = torch.arange(len(data.images))
-    images = normalise(data.images.crops(rows, torch.zeros(len(rows), 2, dtype=torch.int64)))
+    images = normalise(data.images.crops(rows, torch.full((len(rows), 2), 0.5)))
     everything = torch.cat([images, images.flip(-1)]) if data.random_flip else images
     levels = LogSNRBins(build_process(config).alphas_cumprod).centres.tolist()
     errors = []
@@ -58,8 +58,10 @@ def main() -> None:
         errors.append({"log_snr": round(level, 5), **found})
         print(f"log SNR {level:.1f}: {found['error']:.3g} +- {found['standard_error']:.1g}", flush=True)
     known = {"race": race.name, "images": len(images), "looked_at": LOOKED_AT, "levels": errors}
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    write_atomically(FOLDER / f"{race.name}.json", json.dumps(known, indent=1) + "\n")
+    path = FOLDER / f"{race.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(known, indent=1) + "\n")
+    print(f"{path}; with more than this little noise, hardly more than one training image is likely")
 
 
 def least_error(everything: torch.Tensor, images: torch.Tensor, log_snr: float) -> dict[str, float] | None:

@@ -582,6 +582,7 @@ def note(name: Path, run: Callable[[], object]) -> None:
         Path(f"{name} {run.processes.index}.json").write_text(json.dumps(drawn))
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedulers.adaptive_samplers, "WORTH_A_LOOK", 1)
         patch.setattr(DiffusionLoss, "draw", noting_draw)
         patch.setattr(training.setup, "train", noting_loop)
         run()
@@ -598,7 +599,7 @@ STEPS = {
     "kingma_gao": 10,
     "edm2": 4,
     "ats": 4,
-    **dict.fromkeys(BY_OCTAVE, 6),
+    **dict.fromkeys(BY_OCTAVE, 12),
 }
 
 
@@ -617,7 +618,9 @@ def two_processes(tiny_flags, network_without_dropout, tmp_path_factory) -> Path
 
 
 @pytest.mark.parametrize("name", LEARNING)
-def test_two_processes_learn_and_draw_what_one_does(name, two_processes, tiny_flags, network_without_dropout, tmp_path):
+def test_two_processes_learn_and_draw_what_one_does(
+    name, two_processes, tiny_flags, network_without_dropout, tmp_path, monkeypatch
+):
     base = [*tiny_flags, f"--model_config_name_or_path={network_without_dropout}"]
     note(tmp_path / "alone", lambda: run_training(tmp_path / "run", flags_of(name, base)))
     alone, together = noted(tmp_path / "alone", 0)
@@ -630,6 +633,11 @@ def test_two_processes_learn_and_draw_what_one_does(name, two_processes, tiny_fl
             torch.testing.assert_close(first[key], alone[key], rtol=1e-3, atol=1e-6, msg=key)
     if "averages" in first:
         assert (first["counts"] >= 10).all()  # it has adapted
+    if name in BY_OCTAVE:
+        monkeypatch.setattr(schedulers.adaptive_samplers, "WORTH_A_LOOK", 1)
+        sampler = SaturatingBound(CUMULATIVE, low=-20, high=20)
+        sampler.load_state_dict({key: first[key] for key in ("moments", "third")})
+        assert sampler.has_learned
     assert len(together) == STEPS[name]
     for whole, *parts in zip(together, drawn_by_first, drawn_by_second, strict=True):
         assert parts[0] | parts[1] == whole
