@@ -323,6 +323,12 @@ class EMAOptions:
 
 @section("length and seed", may_change=True)
 class LengthOptions:
+    half_resolution_steps: int = option(
+        0,
+        "Train on images of half the size for the first so many steps, which cost a quarter of the time each.",
+        NOT_NEGATIVE,
+        may_change=False,
+    )
     num_epochs: int | None = option(None, "Number of passes over the data.", POSITIVE)
     max_train_steps: int | None = option(
         None,

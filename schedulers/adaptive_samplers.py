@@ -232,6 +232,9 @@ class SaturatingBound(ErrorsByOctave):
         super().__init__(alphas_cumprod, floor, low, high)
 
     def start(self, shape: tuple[int, int, int], device: torch.device) -> None:
+        self.resize(shape)
+
+    def resize(self, shape: tuple[int, int, int]) -> None:
         self.values = math.prod(shape)
         self._refresh()
 

@@ -115,6 +115,7 @@ class DiffusionLoss:
         self.process, self.sampler, self.error, self.perturbation = process, sampler, error, perturbation
         self.weights = weights  # of the loss, at every t
         self.is_bound = is_bound  # where the variance is learned: L instead of L_hybrid
+        self.half_resolution_steps = 0  # the first ones, on images of half the size
         self.sampler_seconds = 0.0  # that this process has spent on the sampler
         self._pending: deque[tuple[int, torch.Tensor, PendingCopy]] = deque()
 
@@ -125,11 +126,12 @@ class DiffusionLoss:
         self.seed, self.noise_key = seed, derive_seed(seed, "noise")
         self.batch_size, self.inputs = batch_size, inputs
         self.processes, self.device = processes, processes.device
+        self.shape = self._shape_seen = shape  # of an image; of those that the sampler knows of
         self.sampler.start(shape, self.device)
 
     def __call__(self, network: torch.nn.Module, batch: Batch, t: torch.Tensor) -> torch.Tensor:
         """Return the error of every image: the mean of (epsilon - epsilon_theta(x_t, t))^2 over its pixels (eq. 14)."""
-        x_0 = normalise(self._to_device(batch.images))
+        x_0 = self._images(batch)
         epsilon = standard_normal(self.noise_key, self._to_device(batch.positions), batch.step, x_0.shape[1:])
         x_t = self.process.add_noise(x_0, self._perturbed(epsilon, batch), t)
         inputs = {name: self._to_device(value) for name, value in self.inputs(batch.condition).items()}
@@ -137,6 +139,14 @@ class DiffusionLoss:
         target = self.process.target(x_0, epsilon, t)
         errors = self.error(output[:, : x_0.shape[1]], target).flatten(1).mean(1)
         return self._with_variance(errors, output, x_0, epsilon, t) if self.process.learns_variance else errors
+
+    def _images(self, batch: Batch) -> torch.Tensor:
+        """Return a batch's images in [-1, 1]; in the first steps, the means of every 2x2 pixels of them."""
+        x_0 = normalise(self._to_device(batch.images))
+        return F.avg_pool2d(x_0, 2) if self._halves(batch.step) else x_0
+
+    def _halves(self, step: int) -> bool:
+        return self.half_resolution_steps > 0 and step < self.half_resolution_steps
 
     def _with_variance(
         self, errors: torch.Tensor, output: torch.Tensor, x_0: torch.Tensor, epsilon: torch.Tensor, t: torch.Tensor
@@ -172,10 +182,14 @@ class DiffusionLoss:
         with self._timed():
             while self._pending and self._pending[0][0] <= batch.step - DELAY:
                 self._let_sampler_observe(*self._pending.popleft())
+            channels, height, width = self.shape
+            shape = (channels, height // 2, width // 2) if self._halves(batch.step) else self.shape
+            if shape != self._shape_seen:
+                self._shape_seen = shape
+                self.sampler.resize(shape)
             generator = generator_for(self.seed, "timesteps", batch.step)
             if self.sampler.overrides("sample_for"):
-                x_0 = normalise(self._to_device(batch.images))
-                t, weights = self.sampler.sample_for(x_0, batch.positions, self.batch_size, generator)
+                t, weights = self.sampler.sample_for(self._images(batch), batch.positions, self.batch_size, generator)
                 # To look at them would wait for the device. A loss that is not a number stops the run soon enough.
                 inside = t.clamp(0, len(self.weights) - 1)
                 return inside, (weights * self._to_device(self.weights)[inside]).where(t == inside, torch.nan)
@@ -315,7 +329,9 @@ def build_loss(options: dict[str, object], process: ExactDDPMScheduler) -> Diffu
             f"--loss_weighting {weighting}: counts the error of x_0 at t = {unseen[-1].item()} as 0, and "
             f"--timestep_sampler {options['timestep_sampler']} learns from that error"
         )
-    return DiffusionLoss(process, sampler, weights, LOSSES[options["loss"]], options["input_perturbation"], is_bound)
+    loss = DiffusionLoss(process, sampler, weights, LOSSES[options["loss"]], options["input_perturbation"], is_bound)
+    loss.half_resolution_steps = options["half_resolution_steps"]
+    return loss
 
 
 def build_sampler(options: dict[str, object], alphas_cumprod: torch.Tensor) -> TimestepSampler:

@@ -129,6 +129,9 @@ class TimestepSampler:
     def start(self, shape: tuple[int, int, int], device: torch.device) -> None:
         """Get ready for a run with images of this shape, and for the state of a checkpoint."""
 
+    def resize(self, shape: tuple[int, int, int]) -> None:
+        """Expect images of this shape from the next draw on; a resumed run says it again."""
+
     def before_update(self, update: UpdateProbe) -> None:
         """Look at the network before its weights are updated."""
 

@@ -50,6 +50,11 @@ def test_accumulation_compiles_once(dynamo, tiny_flags, tmp_path):
     assert dynamo["stats"]["unique_graphs"] == 1
 
 
+def test_each_size_of_images_is_a_graph(dynamo, tiny_flags, tmp_path):
+    run_training(tmp_path / "run", [*tiny_flags, *LENGTH, "--half_resolution_steps=2"])
+    assert dynamo["stats"]["unique_graphs"] == 2
+
+
 def test_without_a_compiler(monkeypatch, tiny_flags, tmp_path):
     torch._dynamo.reset()
 

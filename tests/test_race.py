@@ -18,7 +18,7 @@ from benchmarks.race import __main__ as race_command
 from benchmarks.race import measure, plan, record, report
 from benchmarks.race import train as training
 from benchmarks.race.analysis import Curve, compare, exponent, falling, interval
-from benchmarks.race.plan import Entry, GeometricTimes, read_race
+from benchmarks.race.plan import Entry, GeometricTimes, points_of, read_race
 from common import interruption
 from common.errors import RunFailed, UserError
 from schedulers.ddpm import build_scheduler
@@ -291,6 +291,17 @@ def test_a_race_whose_measurement_was_stopped_goes_on(write_race, run, monkeypat
     assert [summary[name] for name in ("method", "seeds", "best_other")] == ["stratified", 2, "uniform"]
     assert [summary[name] for name in ("time_ratio", "low", "high")] == pytest.approx([0.25] * 3)
     assert summary["time_ratio_best_other"] == pytest.approx(1.0)
+
+
+def test_a_step_on_images_of_half_the_size_counts_as_a_quarter(write_race, run):
+    file = write_race(methods={"uniform": None, "small_first": {"half_resolution_steps": 4}}, lengths={}, seeds=[0])
+    run(file)
+    race = read_race(file)
+    points = points_of(race.result_of(Entry("small_first", 0)))
+    assert {time: point["step"] for time, point in points.items()} == {2: 5, 4: 7, 8: 11}
+    assert {time: point["step"] for time, point in points_of(race.result_of(Entry("uniform", 0))).items()} == {
+        time: time for time in (2, 4, 8)
+    }
 
 
 def test_a_training_that_was_killed_begins_again(write_race, run, monkeypatch, capsys):

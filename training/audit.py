@@ -53,9 +53,10 @@ def audit(run: Run) -> list[Row]:
     if sizes.total != PAPER_BATCH_SIZE:
         batch += f" = {sizes.per_device} per device x {run.processes.count} x {sizes.accumulation}"
     precision = "float32" if config.mixed_precision == "no" else f"{config.mixed_precision} network, float32 noise"
+    halved = f", at half their size for {config.half_resolution_steps:,} steps" if config.half_resolution_steps else ""
     tf32 = " with TF32" if torch.backends.cuda.matmul.allow_tf32 else ""
     return [
-        Row("data", "50,000 images", f"{len(run.batches.images):,} images"),
+        Row("data", "50,000 images", f"{len(run.batches.images):,} images{halved}"),
         Row("network", f"{PAPER_CIFAR10_PARAMETERS:,} parameters, 32x32x3", describe_network(unet)),
         Row("condition", "none", describe_condition(unet)),
         Row("dropout", "0.1", f"{unet.config.dropout:g}"),

@@ -179,12 +179,18 @@ def an_input(condition: Conditioning) -> dict[str, torch.Tensor]:
 def check_network(config: TrainingConfig) -> None:
     """Raise, before any image is decoded, if there is no network for the resolution."""
     if config.model_config_name_or_path is None:
-        network_shape(config.resolution)
+        halvings = len(network_shape(config.resolution)[0]) - 1
     else:
         # How many classes there are, or how wide the encoder is, shows later; any number will do to try the rest.
         conditions = {None: None, "class": {"num_class_embeds": 1}, "text": {"cross_attention_dim": 8}}
         condition = conditions[getattr(config, "condition", None)]
-        load_network(config.model_config_name_or_path, config.resolution, condition)
+        network = load_network(config.model_config_name_or_path, config.resolution, condition)
+        halvings = len(network.config.block_out_channels) - 1
+    if config.half_resolution_steps and config.resolution % 2 ** (halvings + 1):
+        raise UserError(
+            f"--half_resolution_steps {config.half_resolution_steps}: the network halves images {halvings} times, and "
+            f"those of half of --resolution {config.resolution} cannot be halved so often; use 0"
+        )
 
 
 def build_training_unet(

@@ -199,6 +199,7 @@ def check_cuda_graph(config: TrainingConfig, loss: DiffusionLoss, processes: Pro
         f"is for one process, and there are {processes.count}": processes.count > 1,
         "the scaling of fp16 asks the host at every step": processes.precision == "fp16",
         "--gradient_checkpointing asks the host for the state of dropout": config.gradient_checkpointing,
+        "--half_resolution_steps changes the size of the images": config.half_resolution_steps > 0,
         "captions come from the host, and differ in length": getattr(config, "condition", None) == "text",
         f"{config.timestep_sampler} looks at the network within a step": loss.sampler.looks_at_updates,
     }
@@ -217,6 +218,11 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
     sizes = resolve_batch_sizes(config, processes.count)
     batches = TrainingBatches(data, condition, config.seed, sizes.total, sizes.accumulation, processes)
     total_steps = resolve_steps(config, batches.steps_per_epoch)
+    if 0 < total_steps <= config.half_resolution_steps:
+        raise UserError(
+            f"--half_resolution_steps {config.half_resolution_steps}: the run is over after {total_steps} steps and "
+            "never sees an image in its own size; make it longer (--max_train_steps)"
+        )
     config = with_resolved(config, sizes, total_steps, data.channels, processes.precision)
 
     initialisation = generator_for(config.seed, "initialisation")
@@ -308,9 +314,13 @@ def opened(run: Run) -> Iterator[None]:
         folder.write_condition(run.condition)
     run.over_at_start = run.is_over()
     # Before the exchange of gradients is wrapped around it. Grids are drawn with `state.unet`, which stays as it is.
+    network = state.unet
     if config.compile:
         compile_words(processes.device)
-    run.network = processes.accelerator.prepare(torch.compile(state.unet) if config.compile else state.unet)
+        # Two sizes of images are two graphs, each as fast as the only one of other runs.
+        static = {"dynamic": False} if config.half_resolution_steps else {}
+        network = torch.compile(state.unet, **static)
+    run.network = processes.accelerator.prepare(network)
     run.learn = graph_of(run) if config.cuda_graph else partial(learn, run)
     if processes.count > 1:
         for module in (state.unet.conv_in, state.unet.time_embedding):  # whose gradients come last

@@ -121,6 +121,11 @@ class Race:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
+def in_full_steps(step: int, half_resolution_steps: int) -> float:
+    """Count steps by what they take: one on images of half the size is a quarter of one."""
+    return step - 3 / 4 * min(step, half_resolution_steps)
+
+
 def points_of(result: dict) -> dict[float, dict]:
     """Return what was measured of a run, by the time of its snapshots."""
     return {round(point["time"], 3): point for point in result.get("points", [])}

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.race.plan import in_full_steps
 from common.errors import run_script
 from common.files import LOCK_FILE, lock, replace_folder, write_atomically
 from common.interruption import stops_deferred
@@ -50,7 +51,8 @@ class Snapshots(Milestones):
         self.waiting = [time for time in times if not snapshot_of(self.folder.path, time).exists()]
 
     def after_step(self, state: TrainingState, ending: Ending) -> None:
-        now = state.step if self.unit == "steps" else self.run.tracking.clock.train_seconds
+        steps = in_full_steps(state.step, self.run.config.half_resolution_steps)
+        now = steps if self.unit == "steps" else self.run.tracking.clock.train_seconds
         while self.waiting and (self.waiting[0] <= now or ending == "finished"):
             with self.run.tracking.paused():
                 self.keep(state, self.waiting.pop(0))
