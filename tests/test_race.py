@@ -302,6 +302,8 @@ def test_a_step_on_images_of_half_the_size_counts_as_a_quarter(write_race, run):
     assert {time: point["step"] for time, point in points_of(race.result_of(Entry("uniform", 0))).items()} == {
         time: time for time in (2, 4, 8)
     }
+    table = report.Table.read(race, race.measurements[0], [race.result_of(entry) for entry in race.entries])
+    assert np.exp(table.curves()["small_first"][0].log_times).tolist() == pytest.approx([2, 4, 8])
 
 
 def test_a_training_that_was_killed_begins_again(write_race, run, monkeypatch, capsys):

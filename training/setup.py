@@ -334,7 +334,7 @@ def opened(run: Run) -> Iterator[None]:
         can_be_compiled(not_here),
         garbage_kept(),
     ):
-        torch.backends.cudnn.benchmark = True  # convolutions of a run have one shape: try out what is fastest
+        torch.backends.cudnn.benchmark = True  # convolutions have one shape, or two: try out what is fastest
         run.milestones = Milestones(run, CheckpointWriter(config, checkpoint))
         yield
     log_end(run)

@@ -205,18 +205,19 @@ def summary_of(race: Race, entry: Entry) -> dict[str, object]:
         "train_seconds": round(numbers["train_seconds"], 3),
         "images_per_second": speeds[len(speeds) // 2],
         "timestep_sampler_share": sum(shares) / len(shares),
-        "draws": draws_of(run),
+        "draws": draws_of(run, config_of(race, entry).half_resolution_steps),
         "machine": numbers.get("machine"),
     }
 
 
-def draws_of(run: Path) -> dict[str, list[float | None]]:
+def draws_of(run: Path, half_resolution_steps: int) -> dict[str, list[float | None]]:
     """Return the middles of the bins of log SNR, the share of the draws in each at the end, and its mean loss.
 
-    The loss is that of the second half of the run; of a bin without draws there is none.
+    The loss is that of the second half of the run, on whole images; of a bin without draws there is none.
     """
     lines = RunFolder(run).read_timesteps()
-    by_bin = zip(*(line["loss"] for line in lines[len(lines) // 2 :]), strict=True)
+    whole = [line for line in lines[len(lines) // 2 :] if line["step"] > half_resolution_steps]
+    by_bin = zip(*(line["loss"] for line in whole), strict=True)
     known = ([loss for loss in of_bin if loss is not None] for of_bin in by_bin)
     draws = {name: [round(value, 5) for value in lines[-1][name]] for name in ("log_snr", "probability")}
     return draws | {"loss": [round(fmean(losses), 5) if losses else None for losses in known]}

@@ -59,7 +59,7 @@ class Table:
 
     def curves(self) -> dict[str, dict[int, Curve]]:
         """Return the curves of every run that has been measured to its end."""
-        keys = ("step", "train_seconds") if self.race.unit == "steps" else ("train_seconds", "step")
+        keys = ("time", "train_seconds") if self.race.unit == "steps" else ("train_seconds", "step")
         curves: dict[str, dict[int, Curve]] = defaultdict(dict)
         for method, by_seed in self.points.items():
             length = self.race.lengths.get(method, 1.0)
