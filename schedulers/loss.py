@@ -146,6 +146,7 @@ class DiffusionLoss:
         return F.avg_pool2d(x_0, 2) if self._halves(batch.step) else x_0
 
     def _halves(self, step: int) -> bool:
+        # A CUDA graph has its step on the device; it must not be looked at, and has no small images.
         return self.half_resolution_steps > 0 and step < self.half_resolution_steps
 
     def _with_variance(

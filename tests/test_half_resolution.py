@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from conftest import losses_of, make_tiny_network
-from test_adaptive import lines_but_for_times
+from test_adaptive import lines_but_for_times, saturating
 from test_loss import HERE, batch_of, network
 
 import schedulers.adaptive_samplers
@@ -79,13 +79,10 @@ def test_a_sampler_that_looks_at_images_gets_those_of_the_network():
 
 
 def test_an_error_counts_by_the_values_of_the_image_that_it_is_of():
-    alphas_cumprod = build_scheduler().alphas_cumprod
-    sampler, smaller = (schedulers.adaptive_samplers.SaturatingBound(alphas_cumprod) for _ in range(2))
-    sampler.start((3, 32, 32), torch.device("cpu"))
-    assert sampler.values == 3072
+    sampler, small = saturating((3, 32, 32)), saturating((3, 16, 16))
+    assert not torch.equal(sampler._corrections, small._corrections)
     sampler.resize((3, 16, 16))
-    smaller.start((3, 16, 16), torch.device("cpu"))
-    assert sampler.values == smaller.values == 768
+    assert torch.equal(sampler._corrections, small._corrections)
 
 
 @pytest.mark.parametrize("step", [3, 5, 7])

@@ -218,7 +218,7 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
     sizes = resolve_batch_sizes(config, processes.count)
     batches = TrainingBatches(data, condition, config.seed, sizes.total, sizes.accumulation, processes)
     total_steps = resolve_steps(config, batches.steps_per_epoch)
-    if 0 < total_steps <= config.half_resolution_steps:
+    if total_steps <= config.half_resolution_steps:
         raise UserError(
             f"--half_resolution_steps {config.half_resolution_steps}: the run is over after {total_steps} steps and "
             "never sees an image in its own size; make it longer (--max_train_steps)"
@@ -314,12 +314,11 @@ def opened(run: Run) -> Iterator[None]:
         folder.write_condition(run.condition)
     run.over_at_start = run.is_over()
     # Before the exchange of gradients is wrapped around it. Grids are drawn with `state.unet`, which stays as it is.
-    network = state.unet
     if config.compile:
         compile_words(processes.device)
-        # Two sizes of images are two graphs, each as fast as the only one of other runs.
-        static = {"dynamic": False} if config.half_resolution_steps else {}
-        network = torch.compile(state.unet, **static)
+    # Two sizes of images are two graphs, each as fast as the only one of other runs.
+    dynamic = False if config.half_resolution_steps else None
+    network = torch.compile(state.unet, dynamic=dynamic) if config.compile else state.unet
     run.network = processes.accelerator.prepare(network)
     run.learn = graph_of(run) if config.cuda_graph else partial(learn, run)
     if processes.count > 1:
