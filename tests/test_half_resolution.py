@@ -9,11 +9,15 @@ from test_adaptive import lines_but_for_times, saturating
 from test_loss import HERE, batch_of, network
 
 import schedulers.adaptive_samplers
+import training.tracking
 from common.errors import UserError
+from common.progress import progress_bar
 from common.randomness import derive_seed, standard_normal
+from run_folder.folder import RunFolder
 from schedulers.ddpm import build_scheduler
 from schedulers.loss import DiffusionLoss
 from schedulers.timestep_samplers import Uniform
+from training.setup import Run
 
 
 class Listener(Uniform):
@@ -101,6 +105,41 @@ def test_a_resumed_run_grows_when_the_uninterrupted_one_does(step, train, tmp_pa
     for path in (whole / "checkpoint-14").rglob("*.safetensors"):
         assert path.read_bytes() == (parts / path.relative_to(whole)).read_bytes(), path.name
     assert losses_of(whole) != losses_of(train(tmp_path / "plain", *flags[1:], "--max_train_steps=14"))
+
+
+def test_images_that_will_not_fit_are_refused_before_the_first_step(train, tmp_path, monkeypatch):
+    """The pass that finds out is over whole images, as many as a step has."""
+    seen = []
+
+    def runs_out(self, count: int):
+        self.state.unet.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))
+        passes_of_zeros(self, count)
+        raise torch.OutOfMemoryError("out of memory")
+
+    passes_of_zeros = Run.pass_of_zeros
+    monkeypatch.setattr(Run, "pass_of_zeros", runs_out)
+    monkeypatch.setattr(Run, "batch_that_fits", lambda self: "does not fit")
+    flags = ["--half_resolution_steps=2", "--max_train_steps=4", "--train_batch_size=3"]
+    with pytest.raises(UserError, match="does not fit"):
+        train(tmp_path / "run", *flags)
+    assert seen == [(3, 1, 8, 8)]
+    assert not RunFolder(tmp_path / "run").read_metrics()
+    train(tmp_path / "whole", "--max_train_steps=1")  # images of one size are not tried
+
+
+def test_each_size_has_a_bar_of_its_own(train, tmp_path, monkeypatch):
+    bars = []
+
+    def bar(**options):
+        bars.append(progress_bar(**options))
+        return bars[-1]
+
+    monkeypatch.setattr(training.tracking, "progress_bar", bar)
+    train(tmp_path / "run", "--half_resolution_steps=2", "--max_train_steps=5")
+    assert [(one.desc, one.initial, one.n, one.total) for one in bars if one.desc.startswith("Steps")] == [
+        ("Steps at half size", 0, 2, 2),
+        ("Steps", 2, 5, 5),
+    ]
 
 
 def test_the_audit_says_so(train, tmp_path, capsys):

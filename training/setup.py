@@ -170,11 +170,20 @@ class Run:
                 keeps += "; --gradient_checkpointing takes less memory and changes nothing"
         return f"{what}; by an estimate {fitting} would: use {use}, {keeps}"
 
+    def check_whole_images_fit(self) -> None:
+        """Run out of memory now if the first step on whole images would, perhaps hours from now."""
+        if self.state.step >= self.config.half_resolution_steps or self.config.compile:
+            return  # a compiled network takes less than this pass, which would refuse what fits
+        moments = [torch.empty_like(weight) for weight in self.state.unet.parameters() for _ in range(2)]  # of Adam
+        self.pass_of_zeros(self.sizes.per_device)
+        del moments
+
     def pass_of_zeros(self, count: int) -> None:
-        """Make a forward and a backward pass over black images, for the memory that it takes."""
+        """Make a forward and a backward pass over black images in their own size, for the memory that it takes."""
         zeros, unet = torch.zeros(count, dtype=torch.int64), self.state.unet
         shape = (unet.config.in_channels, self.config.resolution, self.config.resolution)
-        batch = Batch(0, torch.zeros(count, *shape, dtype=torch.uint8), zeros, zeros, zeros)
+        images = torch.zeros(count, *shape, dtype=torch.uint8)
+        batch = Batch(self.config.half_resolution_steps, images, zeros, zeros, zeros)
         with self.processes.accelerator.autocast():
             error = self.state.loss(unet, batch, to_device(zeros, self.processes.device))
         torch.autograd.grad(error.mean(), [*unet.parameters()])
@@ -334,6 +343,8 @@ def opened(run: Run) -> Iterator[None]:
         garbage_kept(),
     ):
         torch.backends.cudnn.benchmark = True  # convolutions have one shape, or two: try out what is fastest
+        with run.tracking.paused():
+            run.check_whole_images_fit()
         run.milestones = Milestones(run, CheckpointWriter(config, checkpoint))
         yield
     log_end(run)

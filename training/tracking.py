@@ -20,6 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from PIL import Image
+from tqdm import tqdm
 
 from common.errors import reason_of
 from common.files import write_atomically
@@ -158,12 +159,19 @@ class Tracking:
             self.metrics = LineFile(self.folder.metrics_file, last_line)
             self.timesteps = LineFile(self.folder.timesteps_file, last_line)
             self.trackers = open_trackers(config, trackers_of(config), last_line)
-        silent = not run.processes.is_local_main
-        self.bar = progress_bar(total=run.total_steps, initial=state.step, desc="Steps", disable=silent)
+        self.half_resolution_steps, self.total_steps = config.half_resolution_steps, run.total_steps
+        self.silent = not run.processes.is_local_main
+        self.bar = self._bar_from(state.step)
         self.clock = Clock(state.train_seconds)
         self.profiled_steps = config.profile
         self.profiler = open_profiler(config.profile, self.folder) if config.profile and self.writes else None
         self._last = (state.step, state.train_seconds, 0.0, 0.0, 0.0)  # as `_metrics` compares them
+
+    def _bar_from(self, step: int) -> tqdm:
+        """Open a bar; steps on small images, which are faster, have one of their own, for each to end when it says."""
+        small = step < self.half_resolution_steps
+        total, what = (self.half_resolution_steps, "Steps at half size") if small else (self.total_steps, "Steps")
+        return progress_bar(total=total, initial=step, desc=what, disable=self.silent)
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass the batches on and note how long each was waited for."""
@@ -183,6 +191,9 @@ class Tracking:
     def log(self, state: TrainingState, ending: Ending) -> None:
         """Advance the bar, and write a line of metrics where one is due or the run is finished."""
         self.bar.update()
+        if state.step == self.half_resolution_steps:
+            self.bar.close()
+            self.bar = self._bar_from(state.step)
         if self.profiler is not None:
             with self.clock.paused():
                 self.profiler.step()
