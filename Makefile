@@ -20,7 +20,7 @@ race: .venv/.installed ## two ways to draw timesteps on the digits, by the clock
 	@echo
 	@cat benchmarks/results/race/toy/race.md
 
-bench: .venv/.installed-dev ## this project beside its peers, half an hour; DATA=... is CIFAR-10, see docs/speed.md
+bench: .venv/.installed-dev ## this project beside its peers, 40 minutes; DATA=... is CIFAR-10, see docs/speed.md
 	@$(ENVIRONMENT) -m benchmarks $(if $(DATA),--data $(DATA))
 
 test: .venv/.installed-dev ## the whole test suite

@@ -1,6 +1,6 @@
 """Run the benchmarks one after the other and write what they found into the documentation.
 
-    python -m benchmarks --data ../cifar10        # about half an hour on two cores
+    python -m benchmarks --data ../cifar10        # about 40 minutes on two cores
     python -m benchmarks --only frechet startup   # some of them
     python -m benchmarks --quick                  # the smallest sizes, and nothing is written into the documentation
 
@@ -40,6 +40,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "evaluation_speed": ("data",),
     "profile_steps": ("data",),
     "training_step": ("data", "example"),
+    "half_resolution": ("data",),
 }
 LONGEST = 1800  # seconds, of one benchmark
 

@@ -1,13 +1,24 @@
 """The ideas that were raced against log_snr: each sees what it says, and a resumed run goes on where it stopped."""
 
+import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from storm import lines_but_for_times
 
-from benchmarks.races.ideas import BoundToSimple, GradientMoments, LearningSpeed, Spectrum, Transfer, power_spectrum
+from benchmarks.races.ideas import (
+    BoundToSimple,
+    GradientMoments,
+    LearningSpeed,
+    RecordedWeights,
+    Spectrum,
+    Transfer,
+    power_spectrum,
+)
 from common.randomness import generator_for
+from schedulers.adaptive_samplers import SaturatingBound
 from schedulers.ddpm import build_scheduler
 from schedulers.timestep_samplers import UniformLogSNR, UpdateProbe
 
@@ -149,6 +160,24 @@ def test_bound_to_simple_moves_to_uniform_as_little_noise_is_learned():
         sampler.observe(step, t, 500**-0.5 * sampler.x_0_weights[t] / sampler.bins.log_snr.exp()[t])
     assert sampler.largest_fall == largest > 0
     torch.testing.assert_close(sampler.describe(), torch.full_like(PRIOR, 1 / 1000))
+
+
+def test_recorded_weights_are_there_from_the_first_step_and_follow_nothing(tmp_path):
+    losses = torch.linspace(0.01, 0.4, 16)
+    (tmp_path / "run.json").write_text(json.dumps({"draws": {"loss": losses.tolist()}}))
+    sampler = RecordedWeights(CUMULATIVE, str(tmp_path / "run.json"))
+    sampler.start((3, 32, 32), torch.device("cpu"))
+    timesteps = [sampler.bins.of_timestep.tolist().index(number) for number in range(16)]
+    density = SaturatingBound(CUMULATIVE).describe()
+    assert torch.equal(sampler.describe(), density)
+    before = sampler.sample(64, generator_for("draws"))[1]
+    losses_that_fall(sampler, torch.zeros(1000), steps=600)
+    assert torch.equal(sampler.sample(64, generator_for("draws"))[1], before)
+    weights = sampler._corrections[timesteps].double()
+    log_losses = np.interp(sampler.bins.log_snr[timesteps], sampler.bins.centres, losses.log())
+    expected = 1 / (1 + 3 * 32 * 32 * np.exp(log_losses) / 100)
+    torch.testing.assert_close(weights / weights[0], torch.from_numpy(expected / expected[0]), rtol=1e-5, atol=0)
+    assert (sampler.describe() * sampler._corrections).sum() == pytest.approx(1, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", [*LOOKING, BoundToSimple, LearningSpeed])

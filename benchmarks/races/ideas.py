@@ -3,18 +3,21 @@
     python train_unconditional.py --timestep_sampler benchmarks/races/ideas.py:LearningSpeed ...
 
 Each starts from the density of `log_snr`, pi, and follows what it sees by a share of 0.7; 3 % of the draws are uniform
-over all t. They are for unconditional networks that predict epsilon. What came of them is in docs/adaptive.md.
+over all t. They are for unconditional networks that predict epsilon. `RecordedWeights` is the opposite, a control that
+follows nothing. What came of them is in docs/adaptive.md.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.randomness import generator_for
-from schedulers.adaptive_samplers import MarginalReturn, load_into
+from schedulers.adaptive_samplers import MarginalReturn, SaturatingBound, load_into
 from schedulers.loss import normalise
 from schedulers.timestep_samplers import LogSNRBins, TimestepSampler, UpdateProbe
 
@@ -60,6 +63,23 @@ class BoundToSimple(MarginalReturn):
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.largest_fall.copy_(state["largest_fall"])
         super().load_state_dict(state)
+
+
+class RecordedWeights(SaturatingBound):
+    """Weight losses from the first step on as `saturating_bound` does at the end of another run.
+
+    `result` is that run's file of results in a race. If this does as well, the weights need not follow the training.
+    """
+
+    def __init__(self, alphas_cumprod: torch.Tensor, result: str):
+        of_bins = json.loads(Path(result).read_text(encoding="utf-8"))["draws"]["loss"]
+        self.recorded = torch.tensor(of_bins, dtype=torch.float64)
+        super().__init__(alphas_cumprod)
+
+    def _refresh(self) -> None:
+        self.set_density(self.range, self.floor)
+        self.expected, self.has_learned = self.recorded, True
+        self.follow(*self.moments[:2], known=self.expected.isfinite())
 
 
 class Look(TimestepSampler):
