@@ -2,19 +2,23 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from conftest import losses_of, make_tiny_network
+from PIL import Image
 from test_adaptive import lines_but_for_times, saturating
 from test_loss import HERE, batch_of, network
 
 import schedulers.adaptive_samplers
+import training.milestones
 import training.tracking
 from common.errors import UserError
 from common.progress import progress_bar
 from common.randomness import derive_seed, standard_normal
 from run_folder.folder import RunFolder
 from schedulers.ddpm import build_scheduler
+from schedulers.denoising import denoise
 from schedulers.loss import DiffusionLoss
 from schedulers.timestep_samplers import Uniform
 from training.setup import Run
@@ -125,6 +129,23 @@ def test_images_that_will_not_fit_are_refused_before_the_first_step(train, tmp_p
     assert seen == [(3, 1, 8, 8)]
     assert not RunFolder(tmp_path / "run").read_metrics()
     train(tmp_path / "whole", "--max_train_steps=1")  # images of one size are not tried
+
+
+def test_samples_are_small_until_the_images_grow(train, tmp_path, monkeypatch):
+    """Grids of half the size are shown twice as large, so that all of a run's are alike."""
+    shapes = []
+
+    def remember(predict, method, seeds, shape, on_step):
+        shapes.append(shape)
+        return denoise(predict, method, seeds, shape, on_step)
+
+    monkeypatch.setattr(training.milestones, "denoise", remember)
+    flags = ["--half_resolution_steps=2", "--max_train_steps=3", "--save_images_steps=1", "--ddpm_num_steps=20"]
+    run = RunFolder(train(tmp_path / "run", *flags, "--ddpm_num_inference_steps=2"))
+    weights = 2  # the moving average and what it is of
+    assert shapes == [(1, 4, 4)] * 2 * weights + [(1, 8, 8)] * weights
+    small, whole = (np.array(Image.open(run.grid_file(step))) for step in (2, 3))
+    assert small.shape == whole.shape
 
 
 def test_each_size_has_a_bar_of_its_own(train, tmp_path, monkeypatch):

@@ -180,10 +180,14 @@ class Milestones:
     def draw_samples(self, state: TrainingState) -> bool:
         """Draw the same images as at every visit, in a grid for each kind of weights; every process draws its share.
 
+        A network that has only seen images of half the size draws such images; the grid shows them twice as large.
         False if a stop was asked for meanwhile: the grid is then drawn when the run goes on.
         """
         pictures, networks = {}, state.sampling_weights
         seeds, inputs = self._my_samples()
+        enlarged = 2 if 0 < state.step <= self.config.half_resolution_steps else 1
+        channels, height, width = self.shape
+        shape = (channels, height // enlarged, width // enlarged)
         bar = progress_bar(
             total=self.config.ddpm_num_inference_steps * len(networks),
             desc=f"Sampling ({', '.join(networks)})",
@@ -201,7 +205,8 @@ class Milestones:
                 unet.eval()
                 with self.processes.accelerator.autocast():
                     predict = network_predict(partial(unet, **inputs))
-                    samples = denoise(predict, self.sampling, seeds, self.shape, on_step)
+                    samples = denoise(predict, self.sampling, seeds, shape, on_step)
+                samples = samples.repeat_interleave(enlarged, dim=2).repeat_interleave(enlarged, dim=3)
                 images = self.processes.accelerator.gather(to_uint8(samples)).cpu()
                 # Process r drew the seeds r, r + n, r + 2n, ...
                 images = images.unflatten(0, (self.processes.count, -1)).transpose(0, 1).flatten(0, 1)
