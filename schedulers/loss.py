@@ -323,6 +323,11 @@ def build_loss(options: dict[str, object], process: ExactDDPMScheduler) -> Diffu
                 f"--timestep_sampler {options['timestep_sampler']}: learns from squared errors, and {flag} the loss is "
                 f"more than that"
             )
+    if options["half_resolution_steps"] and isinstance(sampler, MarginalReturn):
+        raise UserError(
+            f"--half_resolution_steps: {options['timestep_sampler']} would mistake the smaller errors of larger images "
+            f"for learning; use another timestep sampler"
+        )
     error_ratio = prediction_of(process.config.prediction_type).error_ratio
     sampler.x_0_weights = weights.double() * error_ratio(process.alphas_cumprod)
     if sampler.needs_squared_errors and len(unseen := (sampler.x_0_weights == 0).nonzero()):

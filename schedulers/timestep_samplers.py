@@ -130,7 +130,10 @@ class TimestepSampler:
         """Get ready for a run with images of this shape, and for the state of a checkpoint."""
 
     def resize(self, shape: tuple[int, int, int]) -> None:
-        """Expect images of this shape from the next draw on; a resumed run says it again."""
+        """Expect images of this shape from the next draw on.
+
+        A resumed run says it again, after the state is loaded, while they differ from those of `start`.
+        """
 
     def before_update(self, update: UpdateProbe) -> None:
         """Look at the network before its weights are updated."""

@@ -21,6 +21,7 @@ from schedulers.ddpm import build_scheduler
 from schedulers.denoising import denoise
 from schedulers.loss import DiffusionLoss
 from schedulers.timestep_samplers import Uniform
+from training.milestones import Milestones
 from training.setup import Run
 
 
@@ -148,6 +149,21 @@ def test_samples_are_small_until_the_images_grow(train, tmp_path, monkeypatch):
     assert small.shape == whole.shape
 
 
+def test_a_run_that_is_over_before_the_images_grow_says_so(train, tmp_path, capsys):
+    train(tmp_path / "run", "--half_resolution_steps=1000000", "--max_train_steps=2000000", "--max_train_seconds=0.2")
+    assert "has not seen an image in its own size yet; it would after step 1000000" in capsys.readouterr().err
+    train(tmp_path / "grown", "--half_resolution_steps=1", "--max_train_steps=2")
+    assert "in its own size" not in capsys.readouterr().err
+
+
+def test_checkpoints_are_not_measured_before_the_images_grow(train, tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(Milestones, "evaluate", lambda self, step, at_start=False: measured.append(step) or True)
+    flags = ["--half_resolution_steps=4", "--max_train_steps=8", "--checkpointing_steps=2", "--evaluate_every=2"]
+    train(tmp_path / "run", *flags)
+    assert measured == [None, 6, 8]  # at first, whether it could
+
+
 def test_each_size_has_a_bar_of_its_own(train, tmp_path, monkeypatch):
     bars = []
 
@@ -173,6 +189,11 @@ def test_the_audit_says_so(train, tmp_path, capsys):
     [
         (["--half_resolution_steps=4"], 8, "--half_resolution_steps 4: the run is over after 4 steps and never"),
         (["--half_resolution_steps=1", "--resolution=6"], 6, "steps 1: the network halves images 1 times, and those"),
+        (
+            ["--half_resolution_steps=1", "--timestep_sampler=marginal_return"],
+            8,
+            "marginal_return would mistake",
+        ),
         (["--half_resolution_steps=-1"], 8, "--half_resolution_steps -1: must be"),
     ],
 )

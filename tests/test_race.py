@@ -237,6 +237,10 @@ DDPM = {"sampler": "ddpm", "num_inference_steps": 5, "num_images": 10, "fraction
         ({"measurements": [DDPM, DDPM]}, "measurements: DDPM-5@10: must be there once"),
         ({"measurements": [{**DDPM, "fractions": []}]}, "say when those are, with snapshots"),
         ({"measurements": [{**DDPM, "num_inference_steps": 1001}]}, "has more steps than the diffusion"),
+        (
+            {"methods": {"uniform": {"half_resolution_steps": 32}}, "lengths": {}},
+            "uniform: half_resolution_steps: 32",
+        ),
     ],
 )
 def test_what_is_no_race_is_one_line(write_race, run, changes, message):

@@ -239,3 +239,8 @@ def log_end(run: Run) -> None:
             f"The run has used its {config.max_train_seconds:g} seconds of training, at {step}; "
             f"a larger --max_train_seconds continues it"
         )
+    if run.state.step <= config.half_resolution_steps:
+        logger.warning(
+            "The network has not seen an image in its own size yet; it would after step %d (--half_resolution_steps)",
+            config.half_resolution_steps,
+        )

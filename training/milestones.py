@@ -233,7 +233,8 @@ class Milestones:
 
     def _evaluation_is_due(self, step: int, over: bool) -> bool:
         every = self.config.evaluate_every
-        return every is not None and step > 0 and (over or step % every == 0)
+        # Until the images have grown there is nothing to measure: the network has not seen any in their own size.
+        return every is not None and step > self.config.half_resolution_steps and (over or step % every == 0)
 
     def evaluate(self, step: int | None, at_start: bool = False) -> bool:
         """Have evaluate.py measure the checkpoint of a step, on all devices; False if a stop was asked for meanwhile.

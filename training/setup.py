@@ -174,7 +174,9 @@ class Run:
         """Run out of memory now if the first step on whole images would, perhaps hours from now."""
         if self.state.step >= self.config.half_resolution_steps or self.config.compile:
             return  # a compiled network takes less than this pass, which would refuse what fits
-        moments = [torch.empty_like(weight) for weight in self.state.unet.parameters() for _ in range(2)]  # of Adam
+        # Adam's, which it has from its first step on.
+        to_come = 0 if self.state.update.optimizer.state else 2
+        moments = [torch.empty_like(weight) for weight in self.state.unet.parameters() for _ in range(to_come)]
         self.pass_of_zeros(self.sizes.per_device)
         del moments
 

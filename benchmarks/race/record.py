@@ -21,6 +21,7 @@ from run_folder.checkpoints import WEIGHTS, changed_settings
 from run_folder.config import TrainingConfig, parse_config, resolve_batch_sizes, settings_of
 from run_folder.folder import RunFolder
 from schedulers.loss import build_loss, load_class
+from training.network import check_network
 from training.setup import build_process
 
 # Options that the race itself sets, and those that all methods must share to be comparable.
@@ -72,6 +73,12 @@ def check_options(race: Race, file: Path) -> None:
                     raise UserError(f"{name} must be the same for all methods: it belongs under training")
             config = config_of(replace(race, methods={place: options}), Entry(place, race.seeds[0]))
             build_loss(vars(config), build_process(config))
+            check_network(config)
+            if config.max_train_steps is not None and config.max_train_steps <= config.half_resolution_steps:
+                raise UserError(
+                    f"half_resolution_steps: {config.half_resolution_steps}: as quarters of a step they take up the "
+                    f"budget of {race.budget:g} steps, and images never grow"
+                )
             for one in race.measurements:
                 if one.num_inference_steps > config.ddpm_num_steps:
                     raise UserError(f"{one.name}: has more steps than the diffusion ({config.ddpm_num_steps})")
@@ -205,18 +212,19 @@ def summary_of(race: Race, entry: Entry) -> dict[str, object]:
         "train_seconds": round(numbers["train_seconds"], 3),
         "images_per_second": speeds[len(speeds) // 2],
         "timestep_sampler_share": sum(shares) / len(shares),
-        "draws": draws_of(run, config_of(race, entry).half_resolution_steps),
+        "draws": draws_of(run, config_of(race, entry)),
         "machine": numbers.get("machine"),
     }
 
 
-def draws_of(run: Path, half_resolution_steps: int) -> dict[str, list[float | None]]:
+def draws_of(run: Path, config: TrainingConfig) -> dict[str, list[float | None]]:
     """Return the middles of the bins of log SNR, the share of the draws in each at the end, and its mean loss.
 
     The loss is that of the second half of the run, on whole images; of a bin without draws there is none.
     """
     lines = RunFolder(run).read_timesteps()
-    whole = [line for line in lines[len(lines) // 2 :] if line["step"] > half_resolution_steps]
+    first = config.half_resolution_steps + config.logging_steps  # of the lines that are of whole images alone
+    whole = [line for line in lines[len(lines) // 2 :] if not config.half_resolution_steps or line["step"] >= first]
     by_bin = zip(*(line["loss"] for line in whole), strict=True)
     known = ([loss for loss in of_bin if loss is not None] for of_bin in by_bin)
     draws = {name: [round(value, 5) for value in lines[-1][name]] for name in ("log_snr", "probability")}
