@@ -325,7 +325,7 @@ class EMAOptions:
 class LengthOptions:
     half_resolution_steps: int = option(
         0,
-        "Train on images of half the size for the first so many steps, which cost a quarter of the time each.",
+        "Train on images of half the size for the first so many steps, which take about a quarter of the time each.",
         NOT_NEGATIVE,
         may_change=False,
     )
