@@ -297,12 +297,15 @@ def test_a_race_whose_measurement_was_stopped_goes_on(write_race, run, monkeypat
     assert summary["time_ratio_best_other"] == pytest.approx(1.0)
 
 
-def test_a_step_on_images_of_half_the_size_counts_as_a_quarter(write_race, run):
-    file = write_race(methods={"uniform": None, "small_first": {"half_resolution_steps": 4}}, lengths={}, seeds=[0])
+def test_a_step_counts_by_the_size_of_its_images_and_of_its_batch(write_race, run):
+    own = {"small_first": {"half_resolution_steps": 4}, "small_batches": {"train_batch_size": 4}}
+    file = write_race(methods={"uniform": None, **own}, lengths={}, seeds=[0])
     run(file)
     race = read_race(file)
     points = points_of(race.result_of(Entry("small_first", 0)))
     assert {time: point["step"] for time, point in points.items()} == {2: 5, 4: 7, 8: 11}
+    points = points_of(race.result_of(Entry("small_batches", 0)))
+    assert {time: point["step"] for time, point in points.items()} == {2: 8, 4: 16, 8: 32}
     assert {time: point["step"] for time, point in points_of(race.result_of(Entry("uniform", 0))).items()} == {
         time: time for time in (2, 4, 8)
     }

@@ -121,9 +121,9 @@ class Race:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def in_full_steps(step: int, half_resolution_steps: int) -> float:
-    """Count steps by what they take: one on images of half the size is a quarter of one."""
-    return step - 3 / 4 * min(step, half_resolution_steps)
+def in_full_steps(step: int, half_resolution_steps: int, batch_share: float) -> float:
+    """Count steps by what they take: a quarter on images of half the size, and by their share of the race's batch."""
+    return batch_share * (step - 3 / 4 * min(step, half_resolution_steps))
 
 
 def points_of(result: dict) -> dict[float, dict]:

@@ -40,8 +40,8 @@ def flags_for(race: Race, entry: Entry) -> list[str]:
     """Return the flags of a run: the race's, the method's, and nothing that costs time beside training."""
     length = race.time(entry.length)
     options = {"logger": "none", **race.training, **race.methods[entry.method]}
-    if race.unit == "steps":  # three of four on images of half the size take no time
-        length += math.ceil(3 / 4 * options.get("half_resolution_steps", 0))
+    if race.unit == "steps":  # until they count as many, as `in_full_steps` does
+        length = math.ceil(length / batch_share(race, entry) + 3 / 4 * options.get("half_resolution_steps", 0))
     own = {
         "output_dir": str(race.runs / entry.name),
         "seed": entry.seed,
@@ -52,7 +52,21 @@ def flags_for(race: Race, entry: Entry) -> list[str]:
         "ddpm_num_inference_steps": 1,
         "checkpoints_total_limit": 1,
     }
-    return [word for words in flags_by_option({**options, **own}, TrainingConfig).values() for word in words]
+    return words({**options, **own})
+
+
+def batch_share(race: Race, entry: Entry) -> float:
+    """Return the images of a method's step as a share of those that the race is in steps of."""
+    common, own = (
+        resolve_batch_sizes(parse_config(words(options)), 1).total
+        for options in (race.training, race.training | race.methods[entry.method])
+    )
+    return own / common
+
+
+def words(options: dict[str, object]) -> list[str]:
+    """Write options as the words of a command."""
+    return [word for words in flags_by_option(options, TrainingConfig).values() for word in words]
 
 
 def config_of(race: Race, entry: Entry) -> TrainingConfig:
@@ -186,6 +200,7 @@ def make_plan(race: Race, entry: Entry) -> Path:
         **definition(race, entry),
         "flags": flags_for(race, entry),
         "unit": race.unit,
+        "batch_share": batch_share(race, entry),
         "snapshots": race.snapshot_times(entry),
     }
     if file.exists() and run.exists():

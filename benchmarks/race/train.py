@@ -45,13 +45,13 @@ SNAPSHOT, NUMBERS, DENSITY, FINISHED = "snapshot-", "numbers.json", "density.jso
 class Snapshots(Milestones):
     """Keeps the moving average whenever the next of the given times has passed; the clock stands still meanwhile."""
 
-    def __init__(self, run: Run, unit: str, times: list[float]):
+    def __init__(self, run: Run, plan: dict[str, object]):
         super().__init__(run, run.milestones.writer)
-        self.unit = unit
-        self.waiting = [time for time in times if not snapshot_of(self.folder.path, time).exists()]
+        self.unit, self.batch_share = plan["unit"], plan["batch_share"]
+        self.waiting = [time for time in plan["snapshots"] if not snapshot_of(self.folder.path, time).exists()]
 
     def after_step(self, state: TrainingState, ending: Ending) -> None:
-        steps = in_full_steps(state.step, self.run.config.half_resolution_steps)
+        steps = in_full_steps(state.step, self.run.config.half_resolution_steps, self.batch_share)
         now = steps if self.unit == "steps" else self.run.tracking.clock.train_seconds
         while self.waiting and (self.waiting[0] <= now or ending == "finished"):
             with self.run.tracking.paused():
@@ -135,7 +135,7 @@ def main() -> None:
     run = build_run(config, processes, images, NoCondition())
     start = time.time()
     with stops_deferred(), opened(run):
-        run.milestones = Snapshots(run, plan["unit"], plan["snapshots"])
+        run.milestones = Snapshots(run, plan)
         train(run)
     numbers = {"started": start, "step": run.state.step, "train_seconds": run.state.train_seconds, "machine": machine()}
     write_atomically(Path(config.output_dir) / FINISHED, json.dumps(numbers))
