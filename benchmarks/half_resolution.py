@@ -48,7 +48,6 @@ PAIRS = [
     Pair("0.7M parameters at 16x16", 16, 64, file="small_16.json"),
     Pair("1.3M parameters at 32x32", 32, 64, file="tiny_32.json"),
     Pair("the paper's network at 32x32", 32, 16, channels=None, seconds=8.0),
-    Pair("the paper's network at 64x64", 64, 4, channels=None, seconds=8.0),
 ]
 QUICK = [Pair("3,000 parameters at 8x8", 8, 4, channels=(4, 8), seconds=0.1, rounds=2)]
 
