@@ -21,8 +21,6 @@ from benchmarks.measuring import (
     Spread,
     Worker,
     add_data,
-    describe_network,
-    describe_paper_network,
     in_turns,
     parser,
     ratios,
@@ -37,11 +35,14 @@ WHOLE, HALF = "whole", "half"
 
 @dataclass(frozen=True)
 class Pair(Case):
-    """A network, and a file of configs/networks that describes it if it is neither the paper's nor of `channels`."""
+    """A network, which a file of configs/networks may describe, on images of both sizes."""
 
     ways: tuple[str, ...] = (WHOLE, HALF)
     file: str | None = None
     seconds: float = 3.0
+
+    def describe(self, path: Path) -> Path:
+        return ROOT / "configs" / "networks" / self.file if self.file else super().describe(path)
 
 
 PAIRS = [
@@ -52,21 +53,11 @@ PAIRS = [
 QUICK = [Pair("3,000 parameters at 8x8", 8, 4, channels=(4, 8), seconds=0.1, rounds=2)]
 
 
-def describe(pair: Pair, folder: Path) -> Path:
-    """Return the file that describes a network, written if there is none."""
-    if pair.file:
-        return ROOT / "configs" / "networks" / pair.file
-    path = folder / f"network-{pair.resolution}.json"
-    if pair.channels is None:
-        return describe_paper_network(path)
-    return describe_network(path, pair.resolution, pair.channels)
-
-
 def start(way: str, pair: Pair, data: Path, folder: Path) -> Worker:
     """Start a run whose images stay small, or one whose images are whole."""
     place = folder / f"{way}-{pair.resolution}-{pair.batch_size}"
     place.mkdir()
-    flags = flags_of_training(pair, describe(pair, place), data, place / "run")
+    flags = flags_of_training(pair, pair.describe(place / "network.json"), data, place / "run")
     flags += [f"--save_images_steps={NEVER}", f"--cache_dir={folder}", f"--max_train_steps={2 * NEVER}"]
     flags += [f"--half_resolution_steps={NEVER}"] * (way == HALF)
     return Worker(way, STEPPING, [ROOT / "train_unconditional.py", *flags], place / "log.txt")

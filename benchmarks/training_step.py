@@ -57,6 +57,12 @@ class Case:
     seconds: float = 2.5
     rounds: int = 5
 
+    def describe(self, path: Path) -> Path:
+        """Write the configuration of the network and return its path."""
+        if self.channels is None:
+            return describe_paper_network(path)
+        return describe_network(path, self.resolution, self.channels)
+
 
 CASES = [
     Case("1.1M parameters at 16x16, batch 64", 16, 64, (BARE, HERE, COMPILED, BF16, EXAMPLE_SCRIPT)),
@@ -94,11 +100,7 @@ def start(way: str, case: Case, network: Path, data: Path, example: Path | None)
 
 def measure(case: Case, data: Path, folder: Path, example: Path | None) -> tuple[list[Row], dict]:
     """Time the steps of one network in all ways."""
-    network = folder / f"network-{case.batch_size}-{case.resolution}.json"
-    if case.channels is None:
-        describe_paper_network(network)
-    else:
-        describe_network(network, case.resolution, case.channels)
+    network = case.describe(folder / f"network-{case.batch_size}-{case.resolution}.json")
     failures: dict[str, str] = {}
     with ExitStack() as stack:
         starting, workers = {}, {}

@@ -52,19 +52,19 @@ def flags_for(race: Race, entry: Entry) -> list[str]:
         "ddpm_num_inference_steps": 1,
         "checkpoints_total_limit": 1,
     }
-    return words({**options, **own})
+    return as_words({**options, **own})
 
 
 def batch_share(race: Race, entry: Entry) -> float:
     """Return the images of a method's step as a share of those that the race is in steps of."""
     common, own = (
-        resolve_batch_sizes(parse_config(words(options)), 1).total
+        resolve_batch_sizes(parse_config(as_words(options)), 1).total
         for options in (race.training, race.training | race.methods[entry.method])
     )
     return own / common
 
 
-def words(options: dict[str, object]) -> list[str]:
+def as_words(options: dict[str, object]) -> list[str]:
     """Write options as the words of a command."""
     return [word for words in flags_by_option(options, TrainingConfig).values() for word in words]
 
