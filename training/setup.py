@@ -337,6 +337,8 @@ def opened(run: Run) -> Iterator[None]:
             for parameter in module.parameters():
                 parameter.register_post_accumulate_grad_hook(state.window.exchange.start)
     not_here = "--compile: this machine cannot compile the network; train without it"
+    with fits_in_memory(processes.device, run.batch_that_fits):
+        run.check_whole_images_fit()
     with (
         closing(Tracking(run)) as run.tracking,
         processes.reporting_dead_peers(),
@@ -345,8 +347,6 @@ def opened(run: Run) -> Iterator[None]:
         garbage_kept(),
     ):
         torch.backends.cudnn.benchmark = True  # convolutions have one shape, or two: try out what is fastest
-        with run.tracking.paused():
-            run.check_whole_images_fit()
         run.milestones = Milestones(run, CheckpointWriter(config, checkpoint))
         yield
     log_end(run)
