@@ -23,6 +23,7 @@ from common.progress import progress_bar
 from evaluation.image_sets import Batch, ImageSet, batches_of
 from evaluation.metrics import Moments
 from evaluation.networks import FeatureNetwork
+from image_data.sources import spread
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +72,21 @@ class FeatureExtractor:
         description: str | None,
         networks: Sequence[FeatureNetwork] = (),
         identity: str | None = None,
+        most_kept: int | None = None,
     ) -> list[Features]:
         """Return the features of `count` images in every network, or in these; a process passes its share of them.
 
         Without a description there is no bar: then the images come from something that shows its own. A pass over
         images of a known identity is saved now and then until `forget`, and goes on from there if it was interrupted.
+        Of a large data set, whose mean and covariance are wanted, `most_kept` of images 0, 1, ... are kept, evenly
+        spread, and no logits: all of them would not fit in memory.
         """
-        path = self._unfinished(identity, count, networks or self.networks)
-        passes = [_Pass(network, self.batch_size, self.processes.device) for network in networks or self.networks]
+        path = self._unfinished((identity, count, most_kept), networks or self.networks)
+        chosen = None if most_kept is None else torch.zeros(count, dtype=torch.bool)
+        if chosen is not None:
+            chosen[torch.as_tensor(spread(count, most_kept))] = True
+        device = self.processes.device
+        passes = [_Pass(network, self.batch_size, device, chosen) for network in networks or self.networks]
         hidden = description is None or not self.processes.is_local_main
         bar = progress_bar(total=-(-count // self.processes.count), desc=description, unit="images", disable=hidden)
         with bar, torch.inference_mode():
@@ -108,12 +116,12 @@ class FeatureExtractor:
             path.unlink(missing_ok=True)
         self._saved.clear()
 
-    def _unfinished(self, identity: str | None, count: int, networks: Sequence[FeatureNetwork]) -> Path | None:
+    def _unfinished(self, images: tuple, networks: Sequence[FeatureNetwork]) -> Path | None:
         """Return the file for what this process has of a pass; another for whatever gives other numbers."""
-        if identity is None or self.unfinished_dir is None:
+        if images[0] is None or self.unfinished_dir is None:
             return None
         kinds = [(network.digest, network.mode, network.precision_name) for network in networks]
-        made_of = identity, count, self.batch_size, kinds, self.processes.index, self.processes.count
+        made_of = images, self.batch_size, kinds, self.processes.index, self.processes.count
         name = hashlib.blake2b(repr(made_of).encode(), digest_size=16).hexdigest()
         self._saved.append(self.unfinished_dir / f"{name}.safetensors")
         return self._saved[-1]
@@ -213,10 +221,15 @@ def _continue(passes: Sequence["_Pass"], path: Path | None) -> int:
 
 
 class _Pass:
-    """The pass of one network: sums on the device in float64, and the features themselves on the host."""
+    """The pass of one network: sums on the device in float64, and the features themselves on the host.
 
-    def __init__(self, network: FeatureNetwork, batch_size: int, device: torch.device):
-        self.network, self.batch_size = network, batch_size
+    With `chosen`, which is True for some of all images, only the features of these are kept, without logits.
+    """
+
+    def __init__(
+        self, network: FeatureNetwork, batch_size: int, device: torch.device, chosen: torch.Tensor | None = None
+    ):
+        self.network, self.batch_size, self.chosen = network, batch_size, chosen
         self.sum_device = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
         self.sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.indices: list[torch.Tensor] = []
@@ -260,7 +273,11 @@ class _Pass:
             outer.addmm_(values.T, values)
         # One batch late: by then the copy has arrived, and the device has this batch to compute.
         self._keep_last()
-        self._last = {name: PendingCopy(output) for name, output in outputs.items() if name != "spatial"}
+        outputs.pop("spatial", None)
+        if self.chosen is not None:
+            rows = to_device(self.chosen[indices].nonzero().flatten(), images.device)
+            outputs = {"features": outputs["features"][rows]}
+        self._last = {name: PendingCopy(output) for name, output in outputs.items()}
         self.indices.append(indices)
 
     def _log_error(self, images: torch.Tensor, features: torch.Tensor) -> None:
@@ -283,6 +300,8 @@ class _Pass:
         self._keep_last()
         indices = torch.cat(self.indices)
         count = int(processes.all_reduce_sum(torch.tensor(len(indices))))
+        if self.chosen is not None:
+            indices = indices[self.chosen[indices]]
         order = processes.gather_rows(indices).argsort()
         kept = {name: processes.gather_rows(torch.cat(parts))[order] for name, parts in sorted(self.kept.items())}
         moments = {

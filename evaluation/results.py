@@ -1,14 +1,17 @@
 """What was measured: a table that grows by rows and columns, the best of each, and the trackers."""
 
+from __future__ import annotations
+
 import csv
 import io
 import json
 import logging
 import re
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.errors import UserError, user_errors
 from common.files import in_turn, write_atomically
@@ -16,6 +19,9 @@ from common.interruption import fault_point
 from evaluation.metrics import METRICS, SPREAD, Metric, metric_of
 from run_folder.folder import BEST_SCORES, FEW_IMAGES, RESULTS, RunFolder, is_of_few_images
 from run_folder.publish import METHOD, log_evaluation, name_of_curves
+
+if TYPE_CHECKING:
+    from run_folder.saved_model import SavedModel
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +106,15 @@ def add_result(output_dir: Path, measured: Measured, metrics: dict[str, float]) 
         _write(output_dir, rows)
 
 
-def remove_replaced(output_dir: Path, weights: dict[tuple[int | None, str], str]) -> None:
-    """Remove the rows of steps whose weights have another hash by now: two runs are not one line."""
+def remove_replaced(output_dir: Path, models: Iterable[SavedModel]) -> None:
+    """Remove the rows of models whose weights have another hash by now: two runs are not one line.
+
+    The row of a folder of images, which may be of the same step, has the hash of the images, and stays.
+    """
+    hashes = {(model.name, model.step, model.weights): model.sha256 for model in models}
 
     def is_current(row: Row) -> bool:
-        return weights.get((row["step"], row["weights"]), row["sha256"]) == row["sha256"]
+        return hashes.get((row["images"], row["step"], row["weights"]), row["sha256"]) == row["sha256"]
 
     if all(map(is_current, read_results(output_dir))):
         return

@@ -153,7 +153,7 @@ class Session:
                     f"their labels are missing; choose another metric"
                 )
         if processes.is_main and self.output_dir == self.run.path:
-            results.remove_replaced(self.output_dir, {(model.step, model.weights): model.sha256 for model in models})
+            results.remove_replaced(self.output_dir, models)
 
         sets = [range(number * count, (number + 1) * count) for number in range(options.repeats)]
         jobs = [replace(job, condition=condition) for job in jobs for condition in self.conditions]

@@ -82,11 +82,10 @@ def reference_statistics(
         batches = extractor.batches(images, torch.arange(len(images)))
         networks = [extractor.networks[number] for number in missing]
         bar = f"Reference {images.name}"
-        computed = extractor.extract(batches, len(images), bar, networks, identity=repr(wanted[0]))
+        computed = extractor.extract(batches, len(images), bar, networks, repr(wanted[0]), MOST_FEATURES_KEPT)
         if processes.is_main:
             for number, features in zip(missing, computed, strict=True):
-                kept = features.features[torch.as_tensor(spread(features.count, MOST_FEATURES_KEPT))]
-                found[number] = Statistics(wanted[number], features.moments, features.spatial, kept)
+                found[number] = Statistics(wanted[number], features.moments, features.spatial, features.features)
                 save_statistics(found[number], _path_in_cache(wanted[number], cache_dir))
         processes.barrier()
         extractor.forget()

@@ -108,7 +108,7 @@ class BestCheckpoint:
     def consider(self, model: SavedModel, measured: Measured, rows: list[Row]) -> None:
         """Put a checkpoint there, whole, if it is better than the one that is, or that was chosen in another way."""
         value = (find_row(rows, measured) or {}).get(self.column)
-        if model.step is None or value is None:
+        if value is None or not (model.path / MANIFEST).is_file():  # a pipeline is no checkpoint
             return
         aside = self.folder.with_name(f".{self.folder.name}.tmp")
         try:

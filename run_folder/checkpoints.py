@@ -19,6 +19,7 @@ pruned: averages of other lengths are made of all of them (run_folder/ema_length
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
@@ -67,6 +68,11 @@ def step_of(checkpoint: Path | str) -> int | None:
     """Return the step of a checkpoint by the name of its folder, or None if it is another folder's."""
     step = Path(checkpoint).name.removeprefix(PREFIX)
     return int(step) if step.isascii() and step.isdigit() else None  # int() takes no superscript
+
+
+def step_in(checkpoint: Path) -> int:
+    """Read the step of a checkpoint, whatever the name of its folder."""
+    return read_file(checkpoint, STATE)["step"]
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -258,7 +264,7 @@ def _newest_valid(output_dir: Path) -> Path | None:
             damaged[folder] = str(error)
         else:
             for newer, reason in damaged.items():
-                _set_aside(newer, "corrupt", reason)
+                logger.warning("%s is set aside as %s: %s", newer, set_aside(newer, "corrupt").name, reason)
             logger.info("Resuming from %s", folder)
             return folder
     if damaged:
@@ -270,9 +276,21 @@ def _newest_valid(output_dir: Path) -> Path | None:
     return None
 
 
+def named_folder(config: TrainingConfig) -> Path | None:
+    """Return the folder that --resume_from_checkpoint names, by its path or within the run, if there is one."""
+    wanted = config.resume_from_checkpoint
+    folders = [] if wanted in ("none", "latest") else [Path(wanted), Path(config.output_dir) / wanted]
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def goes_back(config: TrainingConfig) -> bool:
+    """Tell whether the run is to go on from a checkpoint of its own that is named, and need not be the newest."""
+    folder = named_folder(config)
+    return folder is not None and folder.resolve().parent == Path(config.output_dir).resolve()
+
+
 def _named_checkpoint(config: TrainingConfig) -> Path:
-    wanted, output_dir = config.resume_from_checkpoint, Path(config.output_dir)
-    folder = next((path for path in (Path(wanted), output_dir / wanted) if path.is_dir()), None)
+    wanted, output_dir, folder = config.resume_from_checkpoint, Path(config.output_dir), named_folder(config)
     if folder is None:
         there = ", ".join(path.name for path in checkpoints(output_dir)) or "no checkpoint"
         raise UserError(
@@ -283,8 +301,8 @@ def _named_checkpoint(config: TrainingConfig) -> Path:
         verify(folder)
     except InvalidCheckpoint as error:
         raise UserError(f"--resume_from_checkpoint {wanted}: not a valid checkpoint: {error}") from error
-    step = read_file(folder, STATE)["step"]
-    if folder.resolve().parent != output_dir.resolve():
+    if not goes_back(config):
+        step = step_in(folder)
         # Where the run begins. Once it has checkpoints of its own, the same command continues it.
         own = None if config.overwrite else _newest_valid(output_dir)
         if own is not None and step_of(own) <= step:
@@ -295,19 +313,14 @@ def _named_checkpoint(config: TrainingConfig) -> Path:
         return own or folder
     if config.overwrite:
         raise UserError(f"--resume_from_checkpoint {wanted}: --overwrite would delete it")
-    # Later checkpoints are of another branch now, and must not be taken for the newest.
-    for later in checkpoints(output_dir):
-        if step_of(later) > step:
-            _set_aside(later, "abandoned", f"the run continues from step {step}")
     return folder
 
 
-def _set_aside(folder: Path, kind: str, reason: str) -> None:
-    """Rename a checkpoint so that it is no longer taken for one."""
-    renamed = folder.with_name(f"{folder.name}.{kind}")
-    shutil.rmtree(renamed, ignore_errors=True)
-    folder.rename(renamed)
-    logger.warning("%s is set aside as %s: %s", folder, renamed.name, reason)
+def set_aside(path: Path, kind: str) -> Path:
+    """Rename a checkpoint, or what was made with it, so that it is no longer taken for one; return its new name."""
+    suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    renamed = next(new for end in suffixes if not (new := path.with_name(f"{path.name}.{kind}{end}")).exists())
+    return path.rename(renamed)
 
 
 # The state of a training as files, and back

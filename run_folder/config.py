@@ -5,7 +5,6 @@ The defaults are the paper's (Ho et al. 2020, CIFAR-10), the names are those of 
 
 import difflib
 import importlib.util
-import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -497,8 +496,6 @@ def parse(kind: type[Options], arguments: list[str], digits: Path) -> Options:
                 f"--config {named}: names code, {config.timestep_sampler}, which is only run if you name it: if you "
                 f"trust that file, add --timestep_sampler {config.timestep_sampler}"
             )
-        if any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")):
-            config.overwrite = False  # it was done when the job was started for the first time
         validate(config)
         if kind is ConditionalConfig:
             validate_condition(config)
@@ -557,6 +554,12 @@ def validate(config: TrainingConfig) -> None:
     if config.ddpm_beta_schedule == "jsd" and config.ddpm_num_steps == 1:
         raise UserError("--ddpm_beta_schedule jsd needs two --ddpm_num_steps or more: the last leaves noise alone")
     check_timestep_sampler(config)
+    has_no_end = config.max_train_seconds is not None and config.max_train_steps is None and config.num_epochs is None
+    if has_no_end and is_falling(config.lr_scheduler):
+        raise UserError(
+            f"--lr_scheduler {config.lr_scheduler}: falls towards the last step, and --max_train_seconds alone does "
+            "not say which that is: add --max_train_steps or --num_epochs, or choose constant_with_warmup"
+        )
     if config.evaluate_every is not None and config.evaluate_every % config.checkpointing_steps:
         raise UserError(
             f"--evaluate_every {config.evaluate_every}: checkpoints are measured, so it must be a multiple of "
@@ -628,9 +631,14 @@ def settings_of(config: TrainingConfig) -> dict[str, object]:
     idle = [name for name in facts_of(TimestepOptions) if name not in general and not name.startswith(used)]
     settings = values_of(config, lambda facts: facts.saved and not facts.may_change)
     settings = {name: value for name, value in settings.items() if name not in idle}
-    if config.lr_scheduler not in ("constant", "constant_with_warmup"):
-        settings["max_train_steps"] = config.max_train_steps  # the learning rate falls towards the end
+    if is_falling(config.lr_scheduler):
+        settings["max_train_steps"] = config.max_train_steps
     return settings
+
+
+def is_falling(lr_scheduler: str) -> bool:
+    """Tell whether the learning rate falls towards the end of the run, so that it depends on the number of steps."""
+    return lr_scheduler not in ("constant", "constant_with_warmup")
 
 
 def as_yaml(config: TrainingConfig) -> str:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import logging
+import os
+import platform
 import re
 import secrets
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,10 +29,15 @@ from run_folder.checkpoints import (
     PREFIX,
     SAVED,
     SNAPSHOTS,
+    STATE,
     WEIGHTS,
     changed_settings,
+    checkpoints,
     discard_snapshots,
     find_checkpoint,
+    goes_back,
+    set_aside,
+    step_in,
     step_of,
 )
 from run_folder.config import ConditionalConfig, TrainingConfig, settings_of
@@ -53,10 +63,11 @@ PIPELINE_FOLDERS = ("unet", "scheduler", "text_encoder", "tokenizer")
 PUSHED = (PIPELINE, CONDITION_FILE, "conditional_pipeline.py", CARD, CONFIG, AUDIT, METRICS, TIMESTEPS)
 PUSHED += (RESULTS, BEST_SCORES, PICTURES)
 TRACKERS = "trackers.json"  # under which names trackers know the run
+BEGUN = ".begun"  # the job that overwrote a run, or went back to an earlier step of it
 NOT_PUSHED = (
     *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in (*PIPELINE_FOLDERS, BEST))),
     *("evaluation_results.json", "evaluation_per_class.csv", REPORT, TRACKERS, SNAPSHOTS, BEST),
-    *(PROFILE_TRACE, PROFILE_TABLE),
+    *(PROFILE_TRACE, PROFILE_TABLE, BEGUN, "*.abandoned*"),
 )
 PIPELINE_STEP = "_step"  # in the pipeline's index, where diffusers passes over names that begin so
 ROUNDING = 0.001  # seconds, of the training time in a line of metrics
@@ -264,15 +275,21 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
         with user_errors(f"--output_dir {path}: cannot be written", OSError):
             if path.exists():
                 lock(path)
+            config = without_repeating(config)
             checkpoint = find_checkpoint(config)
+            goes_on = checkpoint is not None and checkpoint.resolve().parent == path.resolve()
+            step = step_in(checkpoint) if goes_on else 0
             if config.overwrite and path.exists():
                 remove_run(config)
-            elif checkpoint is None or checkpoint.resolve().parent != path.resolve():
+            elif not goes_on:
                 check_nothing_is_trained_over(config)
+            elif goes_back(config):
+                abandon_after(path, step)
             path.mkdir(parents=True, exist_ok=True)
             lock(path)
-            goes_on = checkpoint is not None and checkpoint.resolve().parent == path.resolve()
-            discard_snapshots(path, after_step=step_of(checkpoint) if goes_on else 0)
+            if config.overwrite or goes_back(config):
+                write_atomically(path / BEGUN, this_job())
+            discard_snapshots(path, after_step=step)
             for unfinished in RunFolder(path).samples.glob(".*.tmp"):  # of a process that was killed
                 unfinished.unlink()
         if checkpoint is None and RunFolder(path).is_run:
@@ -281,6 +298,54 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(f"{checkpoint}: process {processes.index} cannot see it; all processes must share this folder")
     return checkpoint
+
+
+def without_repeating(config: TrainingConfig) -> TrainingConfig:
+    """Return what a job that torchrun or SLURM starts again is to do: not to overwrite or go back a second time."""
+    begun = Path(config.output_dir) / BEGUN
+    is_restart = any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    if not (is_restart and begun.is_file() and begun.read_text(encoding="utf-8") == this_job()):
+        return config
+    wanted = "latest" if goes_back(config) else config.resume_from_checkpoint
+    return replace(config, overwrite=False, resume_from_checkpoint=wanted)
+
+
+def this_job() -> str:
+    """Name the job that this process belongs to, by a name that stays when the job is started again."""
+    if job := os.environ.get("SLURM_JOB_ID"):
+        return f"SLURM job {job}"
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun says "none" unless it is told an id
+    return f"torchrun {run}" if run != "none" else f"process {os.getppid()} on {platform.node()}"
+
+
+def abandon_after(path: Path, step: int) -> None:
+    """Rename what is of later steps, and no longer of this run, which goes on from here to other weights."""
+    run = RunFolder(path)
+    later = [checkpoint for checkpoint in checkpoints(path) if step_of(checkpoint) > step]
+    later += [grid for number, grid in run.grids().items() if number > step]
+    later += [run.best] if (run.best / STATE).is_file() and step_in(run.best) > step else []
+    if later:
+        names = ", ".join(str(entry.relative_to(path)) for entry in later)
+        logger.warning("The run goes back to step %d. Set aside, as .abandoned: %s", step, names)
+    for entry in later:
+        set_aside(entry, "abandoned")
+    for table in (run.results_file, run.best_scores_file):
+        abandon_rows(table, step)
+
+
+def abandon_rows(table: Path, step: int) -> None:
+    """Leave a table without the rows of later steps; the whole of it stays beside it."""
+    if not table.is_file():
+        return
+    with table.open(encoding="utf-8", newline="") as file:
+        names, *rows = csv.reader(file)
+    column = names.index("step")
+    kept = [row for row in rows if int(row[column] or 0) <= step]
+    if len(kept) < len(rows):
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([names, *kept])
+        set_aside(table, "abandoned")
+        write_atomically(table, text.getvalue())
 
 
 def check_nothing_is_trained_over(config: TrainingConfig) -> None:
@@ -304,7 +369,7 @@ def check_nothing_is_trained_over(config: TrainingConfig) -> None:
 
 def completed_step(config: TrainingConfig) -> int | None:
     """Return the step of a run that is complete, as its pipeline says, and whose checkpoints have been deleted."""
-    run = RunFolder(config.output_dir)
+    config, run = without_repeating(config), RunFolder(config.output_dir)
     step, starts_anew = run.pipeline_step(), config.overwrite or config.resume_from_checkpoint != "latest"
     if step is None or starts_anew or not run.is_run or any(run.path.glob(f"{PREFIX}*")):
         return None

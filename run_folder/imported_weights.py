@@ -20,6 +20,7 @@ import torch
 from diffusers import UNet2DModel
 
 from common.errors import UserError, user_errors
+from schedulers.betas import BETA_END, BETA_START
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 
 logger = logging.getLogger(__name__)
@@ -336,9 +337,13 @@ def _load(network: UNet2DModel, weights: Weights, project: Project) -> None:
 def scheduler_for(project: Project, schedule: str, steps: int, variance_type: str) -> ExactDDPMScheduler:
     """Build the diffusion of the weights; one of improved-diffusion with more steps is visited where t is whole.
 
-    Its network sees 1000 t / T: of 4000 steps every fourth, with the betas that lead from one of them to the next.
+    Its network sees 1000 t / T: of 4000 steps every fourth, with the betas that lead from one of them to the next. Its
+    linear betas are those of the paper times 1000 / T, so that as little of the image is left at the end.
     """
-    scheduler = build_scheduler(schedule, steps, variance_type)
+    scale = 1 if project.arithmetic is ORIGINAL else NETWORK_STEPS / steps
+    scheduler = build_scheduler(
+        schedule, steps, variance_type, beta_start=scale * BETA_START, beta_end=scale * BETA_END
+    )
     if project.arithmetic is ORIGINAL or steps == NETWORK_STEPS:
         return scheduler
     if steps % NETWORK_STEPS:

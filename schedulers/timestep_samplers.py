@@ -367,9 +367,11 @@ def log_snr_of(alphas_cumprod: torch.Tensor) -> torch.Tensor:
 
 def saturation(alphas_cumprod: torch.Tensor) -> int:
     """Find SpeeD's m, 642 for the linear schedule; the slope is that of 1000 steps whatever their number."""
+    last = len(alphas_cumprod) - 1
+    if last == 0:
+        return last  # one timestep has no slope
     slope = torch.gradient((1 - alphas_cumprod).sqrt())[0] * (len(alphas_cumprod) / 1000)
     flat = (slope < 1e-4).nonzero()
-    last = len(alphas_cumprod) - 1
     return min(flat[0].item() + 1, last) if len(flat) else last
 
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import help_of
@@ -158,9 +159,19 @@ def test_the_best_is_among_rows_that_were_measured_alike(tmp_path):
 def test_rows_of_weights_that_were_replaced_are_dropped(tmp_path):
     from evaluation.results import remove_replaced
 
-    write_table(tmp_path, [row_of(step, {"fid@5000": 1.0 * step}) for step in (1, 2, 3)])
-    remove_replaced(tmp_path, {(1, "ema"): "1", (2, "ema"): "other weights", (2, "raw"): "2"})
-    assert [row["step"] for row in read_csv(tmp_path / "evaluation_results.csv")] == ["1", "3"]
+    rows = [row_of(step, {"fid@5000": 1.0 * step}) for step in (1, 2, 3)]
+    # Images of generate.py, of the same step: their hash is not that of weights.
+    rows.append(row_of(2, {"fid@5000": 4.0}, images="step-2-ddpm", sha256="of the images"))
+    write_table(tmp_path, rows)
+    now = [(1, "ema", "1"), (2, "ema", "other weights"), (2, "raw", "2")]
+    remove_replaced(
+        tmp_path,
+        [
+            SimpleNamespace(name=f"checkpoint-{step}", step=step, weights=weights, sha256=digest)
+            for step, weights, digest in now
+        ],
+    )
+    assert [row["step"] for row in read_csv(tmp_path / "evaluation_results.csv")] == ["1", "2", "3"]
     assert [row["best"] for row in read_csv(tmp_path / "best_scores.csv")] == ["1.0"]
 
 

@@ -299,6 +299,13 @@ class TestImprovedDiffusion:
         with pytest.raises(UserError, match="--ddpm_num_steps 1500: .* need a multiple of 1000"):
             scheduler_for(PROJECTS[3], "linear", 1500, "fixed_small")
 
+    @pytest.mark.parametrize("steps", [1000, 2000, 4000])
+    def test_linear_betas_are_scaled_by_1000_over_T(self, steps, import_weights):
+        scheduler = import_weights(improved_weights(True, 6), f"--ddpm_num_steps={steps}").scheduler
+        betas = np.linspace(0.1 / steps, 20 / steps, steps)
+        expected = np.cumprod(1 - betas)[:: steps // 1000]
+        np.testing.assert_allclose(scheduler.alphas_cumprod.numpy(), expected, rtol=1e-5)
+
     def test_heads_that_one_number_cannot_describe(self, import_weights):
         weights = improved_weights(True, 3)
         with pytest.raises(UserError, match="3 heads in attentions of 64 channels: UNet2DModel has one number"):

@@ -97,7 +97,7 @@ class Alone:
     gather_rows = all_reduce_sum
 
 
-def features_of(folder: Path, network: torch.nn.Module, mode: str):
+def features_of(folder: Path, network: torch.nn.Module, mode: str, **options: object):
     images = EncodedImages(FolderFiles(folder))
     scale = {"legacy_tensorflow": resize_like_tensorflow, "legacy_pytorch": resize_like_pytorch}
     seen = FeatureNetwork(
@@ -109,7 +109,7 @@ def features_of(folder: Path, network: torch.nn.Module, mode: str):
         resize=bicubic_resizer(299) if mode == "clean" else None,
     )
     extractor = FeatureExtractor([seen], 16, 0, Alone())
-    return extractor.extract(extractor.batches(images, torch.arange(len(images))), len(images), None)[0]
+    return extractor.extract(extractor.batches(images, torch.arange(len(images))), len(images), None, **options)[0]
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,17 @@ def test_features_are_those_of_the_published_network(network, published):
     torch.testing.assert_close(outputs["features"], theirs, rtol=1e-4, atol=1e-5)
     assert outputs["spatial"].shape == (2, 2023)
     torch.testing.assert_close(outputs["spatial"], spatial, rtol=1e-4, atol=1e-5)
+
+
+def test_of_many_images_only_some_features_are_kept(folders, network, ours):
+    few = features_of(folders[0], network, "legacy_tensorflow", most_kept=7)
+    everything = ours[0]
+    chosen = [position * everything.count // 7 for position in range(7)]
+    assert torch.equal(few.features, everything.features[chosen])
+    assert few.logits is None
+    assert few.count == everything.count
+    assert torch.equal(few.moments.covariance, everything.moments.covariance)
+    assert torch.equal(few.spatial.covariance, everything.spatial.covariance)
 
 
 def test_everything_is_what_torch_fidelity_finds_in_the_same_folders(folders, state, ours, tmp_path):

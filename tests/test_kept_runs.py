@@ -130,12 +130,68 @@ def test_a_pipeline_of_somebody_else_is_not_trained_over(run, train, tmp_path):
     assert contents(pipeline) == before
 
 
-@pytest.mark.parametrize("variable", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
-def test_a_job_that_is_started_again_overwrites_nothing(variable, run, train, monkeypatch):
-    monkeypatch.setenv(variable, "1")
-    train(run, *FLAGS, "--overwrite", "--max_train_steps=5")
-    assert len(losses_of(run)) == 5
-    assert [path.name for path in checkpoints(run)] == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
+JOBS = [
+    ("SLURM_RESTART_COUNT", {"SLURM_JOB_ID": "17"}),
+    ("TORCHELASTIC_RESTART_COUNT", {"TORCHELASTIC_RUN_ID": "d2c1"}),
+    ("TORCHELASTIC_RESTART_COUNT", {"TORCHELASTIC_RUN_ID": "none"}),
+]
+
+
+@pytest.mark.parametrize(("count", "job"), JOBS)
+def test_a_job_that_is_started_again_overwrites_once(count, job, run, train, monkeypatch, capsys):
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(count, "1")  # its first start ended before it came to the folder
+    train(run, *FLAGS, "--overwrite", "--max_train_steps=2", "--learning_rate=1e-4")
+    assert len(losses_of(run)) == 2
+    monkeypatch.setenv(count, "2")
+    train(run, *FLAGS, "--overwrite", "--learning_rate=1e-4")
+    assert "Resuming from" in capsys.readouterr().err
+    assert len(losses_of(run)) == 4
+    if job.get("TORCHELASTIC_RUN_ID") != "none":
+        for name in job:
+            monkeypatch.setenv(name, "another")
+        train(run, *FLAGS, "--overwrite", "--max_train_steps=1")
+        assert len(losses_of(run)) == 1
+
+
+def test_a_job_that_is_started_again_goes_back_once(run, train, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    back = [*FLAGS, "--resume_from_checkpoint=checkpoint-2", "--learning_rate=1e-4"]
+    train(run, *back, "--max_train_steps=3")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    train(run, *back)
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+    assert not (run / "checkpoint-3.abandoned").exists()
+
+
+def test_who_goes_back_twice_loses_nothing(run, train):
+    first = contents(run / "checkpoint-4")
+    for rate in ("1e-4", "1e-5"):
+        train(run, *FLAGS, "--resume_from_checkpoint=checkpoint-2", f"--learning_rate={rate}")
+    assert contents(run / "checkpoint-4.abandoned") == first
+    assert contents(run / "checkpoint-4.abandoned-2").keys() == first.keys()
+
+
+def test_grids_scores_and_the_best_of_what_is_abandoned_are_not_of_this_run(run, train):
+    flags = [flag for flag in FLAGS if "images" not in flag]
+    (run / "samples").mkdir(exist_ok=True)
+    for step in (2, 4):
+        (run / "samples" / f"step-{step}.png").write_text("a grid of the first time")
+    tables = {"evaluation_results.csv": "step,images,fid@50\n2,checkpoint-2,9.0\n4,checkpoint-4,1.0\n,photos,3.0\n",
+              "best_scores.csv": "metric,best,step\nfid@50,1.0,4\n"}  # fmt: skip
+    for name, text in tables.items():
+        (run / name).write_text(text)
+    shutil.copytree(run / "checkpoint-4", run / "best")
+    train(run, *flags, "--resume_from_checkpoint=checkpoint-2", "--save_images_steps=100", "--max_train_steps=3")
+    assert (run / "evaluation_results.csv").read_text() == "step,images,fid@50\n2,checkpoint-2,9.0\n,photos,3.0\n"
+    assert (run / "best_scores.csv").read_text() == "metric,best,step\n"
+    assert {name: (run / f"{name}.abandoned").read_text() for name in tables} == tables
+    assert (run / "best.abandoned" / "state.json").is_file()
+    assert not (run / "best").exists()
+    assert (run / "samples" / "step-4.png.abandoned").is_file()
+    assert (run / "samples" / "step-2.png").read_text() == "a grid of the first time"
+    assert "step-4.png" not in (run / "README.md").read_text()
 
 
 def test_a_run_that_began_at_a_named_checkpoint_goes_on_from_its_own(run, train, tmp_path):

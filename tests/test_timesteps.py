@@ -296,6 +296,11 @@ def test_beta_has_both_parameters():
     np.testing.assert_allclose(make("beta", alpha=0.6, beta=1.7).describe(), expected, rtol=1e-9)
 
 
+def test_speed_draws_the_only_timestep():
+    sampler = make("speed", alphas_cumprod=build_scheduler(num_train_timesteps=1).alphas_cumprod)
+    assert sampler.sample(4, generator_for("test"))[0].tolist() == [0] * 4
+
+
 def test_speed_draws_pairs():
     sampler = make("speed")
     assert sampler.mirror == 642  # of the linear schedule

@@ -168,15 +168,7 @@ def announce(run: Run) -> None:
     log_objective(config, run.state.loss, draws=sizes.total * total_steps)
     if config.dry_run:
         logger.info(f"Configuration:\n{as_yaml(config)}")
-    warmup = config.lr_warmup_steps
-    if total_steps <= warmup and config.lr_scheduler != "constant":
-        logger.warning(f"The learning rate is still warming up when the run ends: --lr_warmup_steps {warmup}")
-    memory = 0 if ema is None or config.ema_warmup else ema.memory
-    if total_steps < 3 * memory:
-        logger.warning(
-            f"The moving average looks back about {memory:.0f} steps, but the run has {total_steps}: its samples "
-            f"will stay noise for a long time; --ema_max_decay {max(0.5, 1 - 10 / total_steps):.4g} would suit it"
-        )
+    warn_if_short(config, ema, total_steps)
     if config.mixed_precision == "fp16" and config.resolution <= 32:
         logger.warning("fp16 is known to give NaN on small images such as CIFAR-10; bf16 or no is safer")
     if config.mixed_precision == "bf16" and config.prediction_type == "mean":
@@ -189,6 +181,19 @@ def announce(run: Run) -> None:
     if ema is None:
         logger.warning(
             "Without the moving average samples are much worse (FID 12.1 against 3.2 with the original's weights)"
+        )
+
+
+def warn_if_short(config: TrainingConfig, ema: ExactEMA | None, steps: int) -> None:
+    """Warn if the warm-up or the memory of the moving average is too long for a run of so many steps."""
+    warmup = config.lr_warmup_steps
+    if steps <= warmup and config.lr_scheduler != "constant":
+        logger.warning(f"The learning rate is still warming up when the run ends: --lr_warmup_steps {warmup}")
+    memory = 0 if ema is None or config.ema_warmup else ema.memory
+    if 0 < steps < 3 * memory:
+        logger.warning(
+            f"The moving average looks back about {memory:.0f} steps, but the run has {steps}: its samples "
+            f"will stay noise for a long time; --ema_max_decay {max(0.5, 1 - 10 / steps):.4g} would suit it"
         )
 
 
@@ -239,6 +244,7 @@ def log_end(run: Run) -> None:
             f"The run has used its {config.max_train_seconds:g} seconds of training, at {step}; "
             f"a larger --max_train_seconds continues it"
         )
+        warn_if_short(config, run.state.update.ema, run.state.step)  # its length was not known before
     if run.state.step <= config.half_resolution_steps:
         logger.warning(
             "The network has not seen an image in its own size yet; it would after step %d (--half_resolution_steps)",

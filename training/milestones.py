@@ -18,7 +18,7 @@ from common.interruption import Interrupted, fault_point, stop_requested
 from common.machine import fits_in_memory, largest_batch
 from common.progress import progress_bar
 from image_data.grid import image_grid, side_by_side
-from run_folder.checkpoints import CheckpointWriter, networks_of, newest, step_of
+from run_folder.checkpoints import CheckpointWriter, goes_back, networks_of, newest, step_of
 from run_folder.folder import RunFolder
 from run_folder.publish import IN_TRAINING, curves_at
 from schedulers.denoising import DDPM, denoise, network_predict, to_uint8
@@ -92,10 +92,11 @@ class Milestones:
                     self.writer.finish(state)
                 self.processes.barrier()
         if stopped:
-            without = " without --overwrite" if self.config.overwrite else ""
+            begins = {"overwrite": self.config.overwrite, "resume_from_checkpoint": goes_back(self.config)}
+            without = " and ".join(f"--{name}" for name, is_given in begins.items() if is_given)
             raise Interrupted(
-                f"{stop_requested() or 'a stop of another process'}: saved at step {step} in "
-                f"{self.folder.path}; start the same command again{without} to continue"
+                f"{stop_requested() or 'a stop of another process'}: saved at step {step} in {self.folder.path}; "
+                f"start the same command again{f' without {without}' if without else ''} to continue"
             )
 
     def catch_up(self, state: TrainingState) -> None:
@@ -136,7 +137,7 @@ class Milestones:
     def _worth_a_grid(self, state: TrainingState) -> bool:
         """Tell whether the grid at the end takes at most a minute, or at most as long as the training did."""
         seeds, inputs = self._my_samples()
-        with torch.inference_mode():
+        with torch.inference_mode(), self.processes.accelerator.autocast():
             probe = torch.zeros(len(seeds), *self.shape, device=self.processes.device)
             for _ in range(2):  # the first pass warms up, the second counts
                 start = time.perf_counter()
