@@ -14,10 +14,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.errors import RunFailed, UserError, run_script
+from common.files import make_folder
 
 ROOT = Path(__file__).resolve().parent
 OLDEST_PYTHON = (3, 11)
@@ -41,8 +42,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.output_dir and Path(options.output_dir).exists():
         raise UserError(f"--output_dir {options.output_dir}: is there already; name a new folder")
+    if options.output_dir:
+        make_folder(Path(options.output_dir))
     with tempfile.TemporaryDirectory() as temporary:
-        failed = show([*machine(), *trial(Path(options.output_dir or Path(temporary) / "run"))])
+        folder = Path(options.output_dir) if options.output_dir else Path(temporary) / "run"
+        failed = show([*machine(), *trial(folder.resolve())])  # the scripts run in the repository
     if options.output_dir:
         print(f"\nLook at {options.output_dir}/samples/step-{STEPS}.png: noise, after {STEPS} steps, but a picture.")
     if failed:
@@ -107,18 +111,17 @@ def describe_devices() -> str:
 
 def trial(run: Path) -> Iterator[Finding]:
     """Train a few steps on the embedded digits, generate images and measure a distance, each with its own script."""
-    yield outcome("training", f"{TRAIN} --output_dir", run, lambda: speed_of(run))
-    images = run / "check"
-    yield outcome("generation", f"{GENERATE} --output_dir {images} --model", run, lambda: f"{IMAGES} images and a grid")
-    table = run / "results"
-    yield outcome(
-        "evaluation", f"{EVALUATE} --output_dir {table} --generated", images / "images", lambda: distance_in(table)
-    )
+    yield outcome("training", TRAIN, {"output_dir": run}, lambda: speed_of(run))
+    images, table = run / "check", run / "results"
+    found = f"{IMAGES} images and a grid"
+    yield outcome("generation", GENERATE, {"model": run, "output_dir": images}, lambda: found)
+    folders = {"generated": images / "images", "output_dir": table}
+    yield outcome("evaluation", EVALUATE, folders, lambda: distance_in(table))
 
 
-def outcome(what: str, command: str, path: Path, result) -> Finding:
-    """Run a script on a folder; return what it achieved, or the last line that it said."""
-    words = [sys.executable, *command.split(), str(path)]
+def outcome(what: str, command: str, folders: dict[str, Path], result: Callable[[], str]) -> Finding:
+    """Run a script on folders; return what it achieved, or the last line that it said."""
+    words = [sys.executable, *command.split(), *(f"--{name}={path}" for name, path in folders.items())]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "TQDM_DISABLE": "1"})
     if done.returncode == 0:
         return what, result(), ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.errors import UserError, run_script
-from common.files import check_folder, replace_folder, sha256, write_atomically
+from common.files import check_folder, follow_umask, replace_folder, sha256, write_atomically
 from common.options import NUM_STEPS, POSITIVE, RESOLUTION, ConfigOptions, option, parse_options, section
 
 logger = logging.getLogger("import_weights")
@@ -27,11 +27,11 @@ class ImportOptions:
         positional=True,
     )
     output_dir: str | None = option(None, "Folder for the pipeline; new or empty.")
-    weights: Literal["ema", "raw"] | None = option(None, "Which, if the file holds both (default: the moving average).")
+    weights: Literal["ema", "raw"] | None = option(None, "The weights to take if the file holds both (default: ema).")
     resolution: int | None = option(
-        None, "Size of the images (default: what attention at 16x16 says, 32 for CIFAR-10).", RESOLUTION
+        None, "Size of the images (default: follows from the level with attention, 16x16; 32 for CIFAR-10).", RESOLUTION
     )
-    num_heads: int = option(4, "Heads of attention, of weights of improved-diffusion; others have one.", POSITIVE)
+    num_heads: int = option(4, "Attention heads of weights of improved-diffusion; all others have one.", POSITIVE)
     ddpm_num_steps: int = option(1000, "T, the number of diffusion steps.", NUM_STEPS)
     ddpm_beta_schedule: Literal["linear", "cosine"] = option("linear", "Beta schedule of the training.")
     variance_type: Literal["fixed_large", "fixed_small"] | None = option(
@@ -46,7 +46,7 @@ class Options(ConfigOptions, ImportOptions):
 
 def parse(arguments: list[str]) -> Options:
     """Return the options; raise for what cannot be read, or written."""
-    description = "Weights of another project as a pipeline of diffusers."
+    description = "Convert the weights of another DDPM project to a pipeline of diffusers."
     usage = "%(prog)s FILE --output_dir FOLDER [--flag value ...]"
     options = parse_options(Options, arguments, description=description, usage=usage)
     if options.weights_file is None or options.output_dir is None:
@@ -96,6 +96,7 @@ def main() -> None:
     # Whole or not at all.
     aside = folder.with_name(f".{folder.name}.tmp")
     DDPMPipeline(network, scheduler.plain()).save_pretrained(aside)
+    follow_umask(aside)
     add_to_index(aside, {PIPELINE_STEP: None})
     card = f"""---
 library_name: diffusers

@@ -16,6 +16,7 @@ from common.errors import UserError, run_script, user_errors
 from common.files import first_existing
 from common.options import LARGEST_INT, RESOLUTION, ConfigOptions, from_to, names_flag, option, parse_options, section
 from run_folder.config import DiffusionOptions, TrainingConfig, check_timestep_sampler, is_own_sampler
+from run_folder.folder import FIGURES
 
 
 @section("pictures")
@@ -94,7 +95,7 @@ def parse(arguments: list[str]) -> Options:
 
 def make_output_dir(options: Options) -> Path:
     """Make the folder of the pictures; raise if it cannot be written."""
-    path = Path(options.output_dir or Path(options.run_dir or "", "figures"))
+    path = Path(options.output_dir or Path(options.run_dir or "", FIGURES))
     existing = first_existing(path)
     if not existing.is_dir():
         raise UserError(f"--output_dir {path}: {existing} is a file, not a folder")

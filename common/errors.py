@@ -65,6 +65,8 @@ def run_script(main: Callable[[], None]) -> None:
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # whoever met it first
             error = UserError(f"{error.filename}: this name is too long for a file or folder")
+        if isinstance(error, PermissionError) and error.filename:
+            error = UserError(f"{error.filename}: no permission to use this file or folder")
         if os.environ.get("EXACT_DDPM_DEBUG") == "1":
             print(TOKEN.sub("hf_***", traceback.format_exc()), file=sys.stderr)
         if not is_local_main:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 LOCK_FILE, TURN_FILE = ".lock", ".turn.lock"
 CHECKSUM = "checksum"  # in the metadata of what `save_safetensors` writes
 MOST_LAYERS = 1000
+UMASK = os.umask(0o077)  # it can only be read by setting another, here before there are threads
+os.umask(UMASK)
 _locks: dict[Path, IO] = {}
 
 
@@ -76,8 +78,15 @@ def save_safetensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dic
     with written_aside(path) as aside:
         try:
             save_file(tensors, aside, {**metadata, CHECKSUM: checksum(tensors, metadata)})
+            follow_umask(aside)
         except SafetensorError as error:
             raise OSError(str(error)) from error
+
+
+def follow_umask(path: Path) -> None:
+    """Let others read the safetensors at a path or in a folder as the umask says: written, only their owner can."""
+    for file in path.rglob("*.safetensors") if path.is_dir() else [path]:
+        file.chmod(0o666 & ~UMASK)
 
 
 def load_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

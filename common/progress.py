@@ -9,8 +9,19 @@ from tqdm.auto import tqdm
 def progress_bar(**options) -> tqdm:
     """Return a tqdm bar; in a file it writes a line every 30 seconds, not ten a second."""
     if not sys.stderr.isatty():
-        options = {"mininterval": 30, "position": 0, **options}
+        options = {"mininterval": 30, "position": 0, "file": Lines(), **options}
     return tqdm(**{"dynamic_ncols": True, **options})
+
+
+class Lines:
+    """Bars for a file, in which a carriage return would not go back: each state is a line of its own."""
+
+    def write(self, text: str) -> None:
+        if text := text.strip():
+            sys.stderr.write(f"{text}\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 class BarFriendlyHandler(logging.Handler):

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,6 @@ from run_folder.folder import RECORD
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
 SAMPLED_FOR_COLOUR = 64
 DECODED_AT_A_TIME = 64
 
@@ -34,15 +34,18 @@ class FolderFiles:
 
     split = None
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, on_bad_image: str = "fail"):
+        from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
         paths = [path for path in folder.rglob("*") if not path.name.startswith(".")]
-        self.paths = sorted(path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())
-        leave_out([reason for path in paths if (reason := why_unread(str(path), SUFFIXES))], on_bad_image="skip")
+        self.paths = sorted(path for path in paths if path.suffix.lower() in ImageFolder.EXTENSIONS and path.is_file())
+        leave_out([reason for path in paths if (reason := why_unread(str(path), ImageFolder.EXTENSIONS))], on_bad_image)
         self.name = folder.resolve().name
         digest = hashlib.sha256()
         for path in self.paths:
             state = path.stat()
-            digest.update(f"{path.relative_to(folder)} {state.st_size} {state.st_mtime_ns}\n".encode())
+            described = f"{path.relative_to(folder)} {state.st_size} {state.st_mtime_ns}\n"
+            digest.update(os.fsencode(described))  # names need not be UTF-8
         self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
@@ -169,7 +172,7 @@ class ArrayImages:
 ImageSet = EncodedImages | ArrayImages
 
 
-def open_images(path: str, flag: str, resolution: int | None = None) -> ImageSet:
+def open_images(path: str, flag: str, resolution: int | None = None, on_bad_image: str = "fail") -> ImageSet:
     """Open an npz file, a folder of image files or of parquet files; a reference is brought to the `resolution`."""
     found = Path(path).expanduser()
     if found.is_file():
@@ -185,10 +188,10 @@ def open_images(path: str, flag: str, resolution: int | None = None) -> ImageSet
         parts = [found / name for name in ("images", "samples.npz", "data") if (found / name).exists()]
         if not parts:
             raise UserError(f"{flag} {path}: there are no images in this folder yet; generate.py makes them")
-        return open_images(str(parts[0]), flag, resolution)
+        return open_images(str(parts[0]), flag, resolution, on_bad_image)
     if any(found.rglob("*.parquet")) or (found / "dataset_info.json").exists() or (found / "state.json").exists():
         return EncodedImages(load_images(DataOptions(str(found))), resolution)
-    files = FolderFiles(found)
+    files = FolderFiles(found, on_bad_image)
     if len(files) == 0:
         raise UserError(f"{flag} {path}: there are no images in this folder ({found.resolve()})")
     return EncodedImages(files, resolution)

@@ -39,7 +39,7 @@ from image_data.annotations import fill_templates, find_captions, find_labels
 from image_data.data_options import DataOptions
 from image_data.sources import load_images, splits_of, spread
 from run_folder.config import ConditionalConfig, TrainingConfig
-from run_folder.folder import RunFolder
+from run_folder.folder import LIKELIHOOD_TABLE, LIKELIHOODS, RunFolder
 from run_folder.saved_model import SavedModel, find_models
 from schedulers.ddpm import FIXED_VARIANCES, ExactDDPMScheduler
 from schedulers.denoising import DDPM, Predict
@@ -51,7 +51,6 @@ DEFAULT_IMAGES = 10_000  # of each split
 SPLITS = ("train", "test")  # the paper's Table 1 has both
 NOISE_KEY = derive_seed("likelihood")
 HALF_RANGE = 127.5  # grey levels in a distance of 1
-TABLE, FOLDER = "likelihood.csv", "likelihood"
 IDENTITY = ("sha256", "images", "fingerprint", "num_images", "variance_type", "precision")
 NUMBERS = ("nll", "standard_error", "prior", "rate", "distortion", "rmse")  # the rest of a row's columns
 COLUMNS = ("step", "weights", *IDENTITY, *NUMBERS, "batch_size")
@@ -201,11 +200,12 @@ class Likelihood:
             for images in splits:
                 curves |= self._measure_split(model, images)
             if self.processes.is_main:
-                draw(self.output_dir / FOLDER / f"{model.label}.png", curves)
+                draw(self.output_dir / LIKELIHOODS / f"{model.label}.png", curves)
         if self.processes.is_main:
-            rows = read_rows(self.output_dir / TABLE)
+            path = self.output_dir / LIKELIHOOD_TABLE
+            rows = read_rows(path)
             table = as_text([list(PRINTED), *([_cell(row[name]) for name in PRINTED] for row in rows)])
-            print(f"\n{table}\n\nBits per dimension; rmse in grey levels. {self.output_dir / TABLE} has this table.\n")
+            print(f"\n{table}\n\nBits per dimension; rmse in grey levels. {path} has this table.\n")
 
     def _open_splits(self) -> list[EncodedImages]:
         """Open the images that are named or those of the run: the split that is named, or training and test images."""
@@ -236,7 +236,7 @@ class Likelihood:
         bounds = {name: bound_of(found, model.scheduler, name) for name in (*FIXED_VARIANCES, *own)}
         rmse = HALF_RANGE * found.errors.sqrt().mean(0)
         with user_errors(f"{self.output_dir}: the results cannot be written there", OSError):
-            write_terms(self.output_dir / FOLDER / f"{model.label}-{images.split}.csv", bounds, rmse)
+            write_terms(self.output_dir / LIKELIHOODS / f"{model.label}-{images.split}.csv", bounds, rmse)
             known = {"step": model.step, "weights": model.weights, "sha256": model.sha256, "batch_size": batch_size}
             known |= {"images": str(images.files), "fingerprint": images.fingerprint, "num_images": len(rows)}
             known |= {"precision": self.options.precision, "rmse": rmse[0].item()}
@@ -244,7 +244,8 @@ class Likelihood:
                 name: {number: getattr(bound, number) for number in NUMBERS if number != "rmse"}
                 for name, bound in bounds.items()
             }
-            add_rows(self.output_dir / TABLE, [{**known, "variance_type": name, **numbers[name]} for name in bounds])
+            rows = [{**known, "variance_type": name, **numbers[name]} for name in bounds]
+            add_rows(self.output_dir / LIKELIHOOD_TABLE, rows)
         return {f"{images.split}, {name}": (bound, rmse) for name, bound in bounds.items()}
 
     def _measure_images(

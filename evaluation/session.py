@@ -231,7 +231,7 @@ class Session:
         # Images that are not square are compared as they are.
         resolution = options.resolution or (size[0] if size[0] == size[1] else None)
         if options.real:
-            images = open_images(options.real, "--real", resolution)
+            images = open_images(options.real, "--real", resolution, options.on_bad_image)
         elif options.dataset_name or options.train_data_dir:
             named = "dataset_name dataset_config_name train_data_dir image_column cache_dir on_bad_image".split()
             data = DataOptions(**{name: getattr(options, name) for name in named})

@@ -35,7 +35,7 @@ class ModelOptions:
         positional=True,
     )
     checkpoints: list[str] = option(
-        [], "Generate from several checkpoints of the run: their steps, or 'all'. Each gets its own folder."
+        [], "Several checkpoints of the run: their steps, or 'all'. Each gets its own folder, or a place on the page."
     )
     weights: Literal["ema", "raw"] | None = option(
         None, "Use the moving average of the weights, or the raw weights (default: ema, if there is one)."

@@ -108,7 +108,7 @@ def load_images(options: DataOptions, split: str = "train") -> ImageSource:
 
     if options.max_train_samples is not None and options.max_train_samples < 1:
         raise UserError(f"--max_train_samples {options.max_train_samples} must be 1 or more")
-    name, splits = _load_splits(options, split)
+    name, splits = _load_splits(options)
     if split not in splits:
         raise UserError(f"{name} has no split '{split}'; it has: {', '.join(splits) or 'none'}")
     dataset, where = splits[split], f"{name}[{split}]"
@@ -133,7 +133,7 @@ def load_images(options: DataOptions, split: str = "train") -> ImageSource:
 
 def splits_of(options: DataOptions) -> list[str]:
     """Return the names of the splits that the data have."""
-    return [*_load_splits(options, "train")[1]]
+    return [*_load_splits(options)[1]]
 
 
 def spread(total: int, count: int) -> Sequence[int]:
@@ -141,18 +141,20 @@ def spread(total: int, count: int) -> Sequence[int]:
     return range(total) if count >= total else [position * total // count for position in range(count)]
 
 
-def _load_splits(options: DataOptions, split: str) -> "tuple[str, dict[str, Dataset] | DatasetDict]":
-    """Return the data set's name and its splits; a folder that has none becomes `split`."""
+def _load_splits(options: DataOptions) -> "tuple[str, dict[str, Dataset] | DatasetDict]":
+    """Return the data set's name and its splits; a folder that has none is `train`."""
     dataset_name, folder = options.dataset_name, options.train_data_dir
-    if (dataset_name is None) == (folder is None):
-        raise UserError("name the images with either --dataset_name or --train_data_dir, and not with both")
+    if dataset_name is None and folder is None:
+        raise UserError("no images: name them with --dataset_name or --train_data_dir, or as the first word")
+    if dataset_name is not None and folder is not None:
+        raise UserError("--dataset_name and --train_data_dir are two ways to name the images: give only one of them")
     if folder is not None:
-        return os.path.basename(_existing_folder(folder, "--train_data_dir")), _load_image_folder(options, split)
+        return os.path.basename(_existing_folder(folder, "--train_data_dir")), _load_image_folder(options)
     if dataset_name == DIGITS:
         return DIGITS, {"train": load_digits()}
     path = Path(dataset_name).expanduser()
     if path.exists() or dataset_name.startswith((".", "/", "~")) or dataset_name.count("/") > 1:
-        return os.path.basename(_existing_folder(dataset_name, "--dataset_name")), _load_local_folder(options, split)
+        return os.path.basename(_existing_folder(dataset_name, "--dataset_name")), _load_local_folder(options)
     return dataset_name, _load_from_hub(options)
 
 
@@ -190,7 +192,7 @@ class _Folder:
     is_plain: bool  # has no table about the images, and no archive
 
 
-def _load_image_folder(options: DataOptions, split: str) -> "dict[str, Dataset] | DatasetDict":
+def _load_image_folder(options: DataOptions) -> "dict[str, Dataset] | DatasetDict":
     """Load images from a folder and its sub-folders. Only if all sub-folders are named after splits are they splits.
 
     They are searched and listed here: `datasets` does not follow links, guesses (one photo called `test_1.jpg`, and it
@@ -201,7 +203,7 @@ def _load_image_folder(options: DataOptions, split: str) -> "dict[str, Dataset] 
 
     folder = options.train_data_dir
     path = _existing_folder(folder, "--train_data_dir")
-    roots = _split_folders(path) or {split: path}
+    roots = _split_folders(path) or {"train": path}
     splits = {name: _folders_with_images(root, options.on_bad_image) for name, root in roots.items()}
     splits = {name: folders for name, folders in splits.items() if folders}
     if not splits:
@@ -331,24 +333,24 @@ def _split_folders(path: str) -> dict[str, str]:
     return {split_of[folder.lower()]: os.path.join(path, folder) for folder in folders}
 
 
-def _load_local_folder(options: DataOptions, split: str) -> "dict[str, Dataset] | DatasetDict":
+def _load_local_folder(options: DataOptions) -> "dict[str, Dataset] | DatasetDict":
     """Load a folder as `datasets` reads it: parquet, CSV, images and more, or what `save_to_disk` wrote."""
     from image_data.workers import call_in_child
 
     path = _existing_folder(options.dataset_name, "--dataset_name")
-    loaded = call_in_child(functools.partial(_read_local_folder, options, path, split))
+    loaded = call_in_child(functools.partial(_read_local_folder, options, path))
     if any(dataset.builder_name == "imagefolder" for dataset in loaded.values()):
         _folders_with_images(path, options.on_bad_image)  # for the images that are not read
     return loaded
 
 
-def _read_local_folder(options: DataOptions, path: str, split: str) -> "dict[str, Dataset] | DatasetDict":
+def _read_local_folder(options: DataOptions, path: str) -> "dict[str, Dataset] | DatasetDict":
     import datasets
 
     try:
         _check_arrow_files(path)
         if Path(path, datasets.config.DATASET_STATE_JSON_FILENAME).exists():
-            return {split: datasets.load_from_disk(path)}
+            return {"train": datasets.load_from_disk(path)}
         if Path(path, datasets.config.DATASETDICT_JSON_FILENAME).exists():
             return datasets.load_from_disk(path)
         return datasets.load_dataset(path, options.dataset_config_name, cache_dir=_cache_of_datasets(options))

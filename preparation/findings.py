@@ -226,7 +226,7 @@ def summary(findings: Findings) -> str:
             for counts in (findings.kinds, findings.modes)
         )
         lines.append(f"stored as: {kinds}; modes: {modes}")
-    lines += [f"hurts: {line}" for line in findings.hurts] + [f"note: {line}" for line in findings.notes]
+    lines += [f"problem: {line}" for line in findings.hurts] + [f"note: {line}" for line in findings.notes]
     return "\n".join(lines)
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import RunFailed, UserError, reason_of
-from common.files import replace_folder, save_safetensors, sha256, sync, write_atomically
+from common.files import follow_umask, replace_folder, save_safetensors, sha256, sync, write_atomically
 from common.interruption import fault_point
 from common.options import facts_of
 from run_folder.config import ConditionalConfig, TrainingConfig
@@ -178,6 +178,7 @@ def write_files(folder: Path, files: dict[str, CheckpointFile]) -> None:
             path.write_text(content, encoding="utf-8")
         else:
             save_file(content, path, metadata={"format": "pt"})
+            follow_umask(path)
         fault_point("save-file")
     for path in folder.rglob("*"):
         sync(path)
@@ -300,6 +301,11 @@ def _named_checkpoint(config: TrainingConfig) -> Path:
     try:
         verify(folder)
     except InvalidCheckpoint as error:
+        if own := checkpoints(folder):
+            there = ", ".join(path.name for path in own)
+            raise UserError(
+                f"--resume_from_checkpoint {wanted}: is a run; name one of its checkpoints: {there}"
+            ) from error
         raise UserError(f"--resume_from_checkpoint {wanted}: not a valid checkpoint: {error}") from error
     if not goes_back(config):
         step = step_in(folder)
@@ -399,8 +405,11 @@ def discard_snapshots(output_dir: Path, after_step: int) -> None:
         path.unlink()
 
 
-def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
-    """Restore a run's state from a verified checkpoint. Every process reads the files itself."""
+def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> list[str]:
+    """Restore a run's state from a verified checkpoint; return which settings have changed since.
+
+    Every process reads the files itself.
+    """
     read = partial(read_file, folder)
     numbers = read(STATE)
     changed = changed_settings(numbers["settings"], state.settings)
@@ -423,11 +432,14 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> None:
         if numbers["settings"]["timestep_sampler"] == state.settings["timestep_sampler"]:
             state.loss.load_state_dict(read("sampler.safetensors"))
     except (RuntimeError, FileNotFoundError, KeyError, ValueError) as error:
+        lines = [line.strip() for line in str(error).splitlines()]  # the first of PyTorch's says only where it was
+        reason = lines[1] if len(lines) > 1 else reason_of(error)
         raise UserError(
-            f"{folder} does not fit this configuration ({reason_of(error)}); use the configuration it was made with, "
+            f"{folder} does not fit this configuration ({reason}); use the configuration it was made with, "
             f"another --output_dir, or --overwrite"
         ) from error
     state.load_numbers(numbers)
+    return changed
 
 
 def is_of_learned_variance(change: str) -> bool:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from common.errors import UserError, user_errors
-from common.files import LOCK_FILE, check_folder, first_existing, lock, replace_folder, write_atomically
+from common.files import LOCK_FILE, check_folder, first_existing, follow_umask, lock, replace_folder, write_atomically
 from common.interruption import fault_point
 from common.options import UniqueKeyLoader, facts_of, flags_of, read_options
 from run_folder.checkpoints import (
@@ -58,6 +58,7 @@ FEW_IMAGES = 10_000  # a Fréchet distance of fewer is far above that of many
 RESULTS, BEST_SCORES, PICTURES = "evaluation_results.csv", "best_scores.csv", "*_vs_*.png"
 # A folder of generated images; in a run they are below `generated`.
 GENERATED, RECORD, NEAREST = "generated", "samples.json", "nearest.json"
+LIKELIHOOD_TABLE, LIKELIHOODS, FIGURES = "likelihood.csv", "likelihood", "figures"
 BEST, BEST_OF = "best", "best.json"  # the best checkpoint, and in it what it is the best of
 PIPELINE_FOLDERS = ("unet", "scheduler", "text_encoder", "tokenizer")
 PUSHED = (PIPELINE, CONDITION_FILE, "conditional_pipeline.py", CARD, CONFIG, AUDIT, METRICS, TIMESTEPS)
@@ -67,7 +68,7 @@ BEGUN = ".begun"  # the job that overwrote a run, or went back to an earlier ste
 NOT_PUSHED = (
     *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in (*PIPELINE_FOLDERS, BEST))),
     *("evaluation_results.json", "evaluation_per_class.csv", REPORT, TRACKERS, SNAPSHOTS, BEST),
-    *(PROFILE_TRACE, PROFILE_TABLE, BEGUN, "*.abandoned*"),
+    *(GENERATED, LIKELIHOOD_TABLE, LIKELIHOODS, FIGURES, PROFILE_TRACE, PROFILE_TABLE, BEGUN, "*.abandoned*"),
 )
 PIPELINE_STEP = "_step"  # in the pipeline's index, where diffusers passes over names that begin so
 ROUNDING = 0.001  # seconds, of the training time in a line of metrics
@@ -169,6 +170,7 @@ class RunFolder:
             aside = self.path / f".{name}.tmp"
             shutil.rmtree(aside, ignore_errors=True)
             part.save_pretrained(aside)
+            follow_umask(aside)
             replace_folder(aside, self.path / name)
         shutil.copyfile(PIPELINE_CODE, self.path / PIPELINE_CODE.name)
         write_atomically(self.condition_file, text)  # last: where it is, the rest is
@@ -179,6 +181,7 @@ class RunFolder:
         try:
             shutil.rmtree(aside, ignore_errors=True)
             pipeline.save_pretrained(aside, safe_serialization=True)
+            follow_umask(aside)
             index = add_to_index(aside, entries | {PIPELINE_STEP: step})
             for part in ("unet", "scheduler"):
                 replace_folder(aside / part, self.path / part)
@@ -278,26 +281,33 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
             config = without_repeating(config)
             checkpoint = find_checkpoint(config)
             goes_on = checkpoint is not None and checkpoint.resolve().parent == path.resolve()
-            step = step_in(checkpoint) if goes_on else 0
             if config.overwrite and path.exists():
                 remove_run(config)
             elif not goes_on:
                 check_nothing_is_trained_over(config)
-            elif goes_back(config):
-                abandon_after(path, step)
             path.mkdir(parents=True, exist_ok=True)
             lock(path)
-            if config.overwrite or goes_back(config):
+            if config.overwrite:
                 write_atomically(path / BEGUN, this_job())
-            discard_snapshots(path, after_step=step)
-            for unfinished in RunFolder(path).samples.glob(".*.tmp"):  # of a process that was killed
-                unfinished.unlink()
         if checkpoint is None and RunFolder(path).is_run:
             logger.info("There is no checkpoint in %s: the run starts at step 0", path)
     checkpoint = processes.broadcast(checkpoint)
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(f"{checkpoint}: process {processes.index} cannot see it; all processes must share this folder")
     return checkpoint
+
+
+def go_on_from(checkpoint: Path | None, config: TrainingConfig) -> None:
+    """Leave in the run's folder, once the checkpoint is loaded, nothing of later steps that the run will make anew."""
+    path = Path(config.output_dir)
+    goes_on = checkpoint is not None and checkpoint.resolve().parent == path.resolve()
+    step = step_in(checkpoint) if goes_on else 0
+    if goes_on and goes_back(without_repeating(config)):
+        abandon_after(path, step)
+        write_atomically(path / BEGUN, this_job())
+    discard_snapshots(path, after_step=step)
+    for unfinished in RunFolder(path).samples.glob(".*.tmp"):  # of a process that was killed
+        unfinished.unlink()
 
 
 def without_repeating(config: TrainingConfig) -> TrainingConfig:

@@ -82,7 +82,7 @@ def test_duplicates(report, tmp_path):
     ]
     assert found["in_several_classes"] == [["cat/001.jpg", "dog/other format.webp"]]
     assert found["across_the_split"] == []
-    assert "hurts: 1 photo in more than one class, keep one of each: cat/001.jpg = dog/other format.webp" in printed
+    assert "problem: 1 photo in more than one class, keep one of each: cat/001.jpg = dog/other format.webp" in printed
     (root / "dog/other format.webp").unlink()
     code, found, _ = report(root, "--eval_fraction=0")
     assert code == 0  # the same photo twice in one class is worth knowing, no more
@@ -101,7 +101,7 @@ def test_duplicates_across_the_split(report, tmp_path):
         ["test/cat/leak.jpg", "train/cat/000.jpg"],
         ["test/dog/leak.png", "train/dog/000.jpg"],
     ]
-    assert "hurts: 2 photos in train and test at once" in printed
+    assert "problem: 2 photos in train and test at once" in printed
 
 
 @pytest.mark.parametrize(("dogs", "code", "line"), [(9, 0, None), (6, 0, "note"), (2, 1, "hurts")])
@@ -119,7 +119,7 @@ def test_images_that_are_too_small(report, tmp_path):
     assert report(root)[0] == 0
     code, found, printed = report(root, "--resolution=21")
     assert (code, found["too_small"]) == (1, {"cat/tiny.png": "100x20"})
-    assert "hurts: 1 image with a shorter side below 21 will be enlarged: cat/tiny.png (100x20)" in printed
+    assert "problem: 1 image with a shorter side below 21 will be enlarged: cat/tiny.png (100x20)" in printed
     put(root / "cat/pixel.png", encoded(picture(0, (1, 1))))
     assert report(root)[1]["too_small"] == {"cat/pixel.png": "1x1"}
 
@@ -267,7 +267,7 @@ def test_nothing_to_look_at(report, tmp_path, files):
         put(tmp_path / "in" / name, data)
     code, found, printed = report(tmp_path / "in")
     assert code == 1
-    assert "hurts: there is no image to train on" in printed
+    assert "problem: there is no image to train on" in printed
 
 
 def test_photos_without_classes(report, tmp_path):

@@ -72,9 +72,10 @@ def add_to_classes(folder: Path, number: int) -> None:
 
 
 def add_to_likelihood(folder: Path, number: int) -> None:
-    from evaluation.likelihood import COLUMNS, TABLE, add_rows
+    from evaluation.likelihood import COLUMNS, add_rows
+    from run_folder.folder import LIKELIHOOD_TABLE
 
-    add_rows(folder / TABLE, [dict.fromkeys(COLUMNS, number)])
+    add_rows(folder / LIKELIHOOD_TABLE, [dict.fromkeys(COLUMNS, number)])
 
 
 @pytest.mark.parametrize(

@@ -190,10 +190,11 @@ def warn_if_short(config: TrainingConfig, ema: ExactEMA | None, steps: int) -> N
     if steps <= warmup and config.lr_scheduler != "constant":
         logger.warning(f"The learning rate is still warming up when the run ends: --lr_warmup_steps {warmup}")
     memory = 0 if ema is None or config.ema_warmup else ema.memory
-    if 0 < steps < 3 * memory:
+    wanted = max(0.5, 1 - 10 / steps) if steps else config.ema_max_decay
+    if steps < 3 * memory and wanted < config.ema_max_decay:
         logger.warning(
             f"The moving average looks back about {memory:.0f} steps, but the run has {steps}: its samples "
-            f"will stay noise for a long time; --ema_max_decay {max(0.5, 1 - 10 / steps):.4g} would suit it"
+            f"will stay noise for a long time; --ema_max_decay {wanted:.4g} would suit it"
         )
 
 

@@ -34,7 +34,7 @@ from run_folder.config import (
     settings_of,
     with_resolved,
 )
-from run_folder.folder import RunFolder, check_disk, check_output_dir, completed_step, open_run
+from run_folder.folder import RunFolder, check_disk, check_output_dir, completed_step, go_on_from, open_run
 from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from schedulers.loss import DiffusionLoss, build_loss
@@ -195,6 +195,11 @@ def check_before_work(config: TrainingConfig, processes: Processes) -> None:
     """Raise, before any image is decoded, for what can be known to end badly."""
     resolve_batch_sizes(config, processes.count)
     check_output_dir(config)
+    if config.train_data_dir is not None and RunFolder(Path(config.train_data_dir).expanduser()).is_run:
+        raise UserError(
+            f"--train_data_dir {config.train_data_dir}: is a run, not a folder of photos; to continue it, use --config "
+            f"{Path(config.train_data_dir) / 'config.yaml'}"
+        )
     check_network(config)
     if processes.is_main:
         check_push(config)
@@ -317,8 +322,15 @@ def opened(run: Run) -> Iterator[None]:
     checkpoint, rows = open_run(config, processes), audit(run)  # of the network as it was initialised
     if checkpoint is not None:
         is_named = checkpoint.name == Path(config.resume_from_checkpoint).name
-        load_checkpoint(state, checkpoint, same_run=not is_named)
+        changed = load_checkpoint(state, checkpoint, same_run=not is_named)
+        if changed and not is_named and run.is_over():
+            raise UserError(
+                f"--output_dir {config.output_dir} holds a run that is complete, with other settings "
+                f"({'; '.join(changed)}): choose another --output_dir, start over with --overwrite, or train it for "
+                f"longer than {state.step} steps"
+            )
     if processes.is_main:
+        go_on_from(checkpoint, config)
         folder = RunFolder(config.output_dir)
         write_atomically(folder.config_file, as_yaml(config))
         write_atomically(folder.audit_file, json.dumps([astuple(row) for row in rows], indent=1) + "\n")
