@@ -6,6 +6,7 @@
 The layouts take turns, and processor time is compared, so that other work on the machine counts little.
 """
 
+import argparse
 import json
 import platform
 import statistics
@@ -74,6 +75,7 @@ def compare(network: str, precision: str, training: bool) -> dict[str, object]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = []
     for network in NETWORKS:
         for precision in PRECISIONS:

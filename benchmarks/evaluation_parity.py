@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from common.errors import run_script  # noqa: E402
 from common.files import default_cache_dir, sha256, write_atomically  # noqa: E402
 from common.machine import usable_cores  # noqa: E402
 from common.progress import progress_bar  # noqa: E402
@@ -173,4 +174,4 @@ def record(count: int, side: str, name: str, metrics: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
+from common.errors import UserError, run_script  # noqa: E402
 from common.files import default_cache_dir, write_atomically  # noqa: E402
 from evaluation.evaluate_options import EvaluationOptions  # noqa: E402
 from evaluation.image_sets import FolderFiles  # noqa: E402
@@ -51,6 +52,9 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path, help="folders of photos")
     parser.add_argument("--count", type=int, default=50, help="photos of each")
     arguments = parser.parse_args()
+    for folder in arguments.folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder}: there is no such folder")
     (network,) = inception_networks(EvaluationOptions(), default_cache_dir(), torch.device("cpu"))
 
     def features_of(images: list[Image.Image]) -> torch.Tensor:
@@ -82,4 +86,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -87,6 +87,13 @@ def test_an_option_without_effect_is_an_error(parse, flags, message):
         parse(flags.split())
 
 
+def test_what_contradicts_itself_is_an_error():
+    with pytest.raises(UserError, match="--beta_start 0.02: is larger than --beta_end 0.0001"):
+        parse_config(["--beta_start=0.02", "--beta_end=0.0001"])
+    with pytest.raises(UserError, match="--lr_scheduler cosine: falls towards the last step, and --max_train_seconds"):
+        parse_config(["--dataset_name=digits", "--lr_scheduler=cosine", "--max_train_seconds=60"])
+
+
 def test_no_warm_up_and_what_a_file_has_left_over_are_no_mistake(tmp_path):
     assert parse_config(["--lr_scheduler=constant"]).lr_warmup_steps == 5000  # not what configs/digits.yaml says
     assert parse_config(["--lr_scheduler=constant", "--lr_warmup_steps=0"]).lr_warmup_steps == 0

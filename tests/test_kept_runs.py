@@ -130,6 +130,44 @@ def test_a_pipeline_of_somebody_else_is_not_trained_over(run, train, tmp_path):
     assert contents(pipeline) == before
 
 
+def test_a_complete_run_keeps_its_settings(run, train):
+    before = contents(run)
+    with pytest.raises(UserError, match="is complete, with other settings .learning_rate 0.0002 -> 0.1.*longer than 4"):
+        train(run, *FLAGS, "--learning_rate=0.1")
+    assert contents(run) == before
+
+
+def test_a_refused_resume_renames_nothing(run, train):
+    before = contents(run)
+    with pytest.raises(UserError, match="checkpoint-2 does not fit this configuration .size mismatch for conv_out"):
+        train(run, *FLAGS, "--resume_from_checkpoint=checkpoint-2", "--variance_type=learned_range")
+    assert contents(run) == before
+
+
+def test_a_run_is_no_checkpoint_and_no_folder_of_photos(run, train, tmp_path):
+    with pytest.raises(UserError, match="is a run; name one of its checkpoints: checkpoint-2, checkpoint-4"):
+        train(tmp_path / "other", *FLAGS, f"--resume_from_checkpoint={run}")
+    with pytest.raises(UserError, match="is a run, not a folder of photos; to continue it, use --config .*config.yaml"):
+        run_training(tmp_path / "other", [f"--train_data_dir={run}"])
+
+
+def test_overwriting_leaves_nothing_of_the_old_run(run, train):
+    for name in ("likelihood", "figures", "generated/step-4", "checkpoint-4.abandoned"):
+        (run / name).mkdir(parents=True)
+        (run / name / "old.png").touch()
+    (run / "likelihood.csv").touch()
+    train(run, *FLAGS, "--overwrite", "--max_train_steps=1")
+    assert not {"likelihood", "likelihood.csv", "figures", "generated"} & {path.name for path in run.iterdir()}
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_files_are_as_readable_as_the_umask_says(run):
+    wanted = (run / "config.yaml").stat().st_mode
+    weights = [*run.rglob("*.safetensors")]
+    assert len(weights) > 6
+    assert {file.stat().st_mode for file in weights} == {wanted}
+
+
 JOBS = [
     ("SLURM_RESTART_COUNT", {"SLURM_JOB_ID": "17"}),
     ("TORCHELASTIC_RESTART_COUNT", {"TORCHELASTIC_RUN_ID": "d2c1"}),

@@ -21,23 +21,30 @@ def test_the_machine(monkeypatch):
 
 
 def test_a_script_that_fails_gives_its_last_line(tmp_path):
-    what, found, advice = check.outcome("training", "train_unconditional.py --foo", tmp_path, lambda: "fine")
+    what, found, advice = check.outcome("training", "train_unconditional.py --foo", {}, lambda: "fine")
     assert (what, found) == ("training", "failed")
     assert advice.startswith("train_unconditional.py: error: unknown flag --foo")
+
+
+def test_a_folder_may_have_a_space_in_its_name(tmp_path):
+    folder = tmp_path / "my check"
+    _, _, advice = check.outcome("generation", "generate.py", {"output_dir": folder, "model": folder}, str)
+    assert f"--model {folder}: there is no such folder" in advice
 
 
 def test_all_of_it(monkeypatch, tmp_path, capsys):
     """With stand-ins for the three scripts, whose own tests run them."""
     ran = []
 
-    def outcome(what, command, path, result):
-        ran.append((what, command.split()[0], path))
+    def outcome(what, command, folders, result):
+        ran.append((what, command.split()[0], folders))
         return what, "fine", ""
 
     monkeypatch.setattr(check, "outcome", outcome)
-    run_script("check", f"--output_dir={tmp_path / 'run'}")
+    monkeypatch.chdir(tmp_path)
+    run_script("check", "--output_dir=run")  # the scripts run in the repository, the folder is in this one
     assert [entry[:2] for entry in ran] == [
         ("training", "train_unconditional.py"), ("generation", "generate.py"), ("evaluation", "evaluate.py"),
     ]  # fmt: skip
-    assert ran[2][2] == tmp_path / "run" / "check" / "images"
+    assert ran[2][2]["generated"] == tmp_path / "run" / "check" / "images"
     assert "This machine is ready." in capsys.readouterr().out

@@ -280,9 +280,9 @@ def test_an_image_column_that_holds_something_else(load, tmp_path):
 
 
 def test_naming_nothing_or_too_much(load, tmp_path):
-    with pytest.raises(UserError, match="either --dataset_name or --train_data_dir"):
+    with pytest.raises(UserError, match="no images: name them with --dataset_name or --train_data_dir"):
         load()
-    with pytest.raises(UserError, match="not with both"):
+    with pytest.raises(UserError, match="are two ways to name the images"):
         load("digits", train_data_dir=str(tmp_path))
 
 
@@ -328,6 +328,15 @@ def test_a_missing_split(load, tmp_path):
         load(str(tmp_path / "set"), split="validation")
     with pytest.raises(UserError, match="^digits has no split 'test'; it has: train$"):
         load("digits", split="test")
+    # Neither is a folder without splits, whose only one is for training, all splits.
+    for file in ("a.png", "b.png"):
+        write(tmp_path / "flat" / file, png(0))
+    image_folder(tmp_path / "classes", 4)
+    dataset.save_to_disk(str(tmp_path / "saved"))
+    for named in ({"train_data_dir": "flat"}, {"train_data_dir": "classes"}, {"dataset_name": "saved"}):
+        data = {name: str(tmp_path / folder) for name, folder in named.items()}
+        with pytest.raises(UserError, match="has no split 'test'; it has: train$"):
+            load(**data, split="test")
 
 
 def test_an_unreadable_folder(load, tmp_path, monkeypatch):

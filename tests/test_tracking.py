@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common.progress import progress_bar
 from common.randomness import generator_for
 from schedulers.adaptive_samplers import LossSecondMoment
 from schedulers.ddpm import build_scheduler
@@ -31,6 +32,15 @@ def test_clock_stands_still_while_paused(monkeypatch):
     assert clock.train_seconds == 10
     now[0] += 2
     assert clock.train_seconds == 12
+
+
+def test_a_bar_in_a_file_is_made_of_lines(capsys):
+    with progress_bar(total=2, desc="Steps", mininterval=0, miniters=1) as bar:
+        bar.update()
+        bar.update()
+    shown = capsys.readouterr().err
+    assert "\r" not in shown
+    assert [line[:11] for line in shown.splitlines()][:3] == ["Steps:   0%", "Steps:  50%", "Steps: 100%"]
 
 
 def test_lines_of_repeated_steps_and_a_torn_line_are_dropped(tmp_path):

@@ -43,7 +43,10 @@ def main() -> None:
             require(one in getattr(race, name), f"--{name}", one, f"one of {', '.join(map(str, getattr(race, name)))}")
     if arguments.check_precision:
         check_precision(race, arguments.check_precision)
-    elif not arguments.report_only:
+    elif arguments.report_only:
+        if not any(race.result_of(entry) for entry in race.entries):
+            raise UserError(f"--report_only: there are no results of {race.name} in {race.results} yet")
+    else:
         from benchmarks.race.record import check_options
 
         check_options(race, arguments.file)
