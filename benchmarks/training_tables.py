@@ -32,7 +32,7 @@ OBJECTIVES = {
 }
 # Each has a table of its own, `race_<name>`.
 RACES = ("cifar10_16_screen", "cifar10_16_field", "cifar10_16_ideas", "cifar10_32_screen", "cifar10_32_long")
-RACES += ("cifar10_32_small_first", "animals_32_small_first")
+RACES += ("cifar10_32_small_first", "cifar10_32_small_batches", "animals_32_small_first")
 # Of these also the errors by noise level, `errors_<name>`.
 ERRORS = ("cifar10_32_screen", "cifar10_32_small_first")
 # Races of our methods against uniform timesteps, and what they are of.
@@ -44,6 +44,7 @@ OUR_RACES = {
     "animals_16": "photos of animals, 16x16",
     "cifar10_32_screen": "CIFAR-10, 32x32",
     "cifar10_32_small_first": "CIFAR-10, 32x32",
+    "cifar10_32_small_batches": "CIFAR-10, 32x32, batches of 16",
     "cifar10_32_long": "CIFAR-10, 32x32",
     "animals_32_small_first": "photos of animals, 32x32",
 }

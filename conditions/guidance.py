@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common.errors import UserError, user_errors
-from conditions.condition import ClassCondition, Condition, NoCondition, TextCondition
+from common.files import default_cache_dir
+from conditions.condition import CaptionTable, ClassCondition, Condition, NoCondition, TextCondition
 from conditions.conditional_pipeline import guide
-from conditions.text_encoder import TextEncoder, words_of
+from conditions.text_encoder import EncodedCaptions, TextEncoder, words_of
 from image_data.sources import spread
 from schedulers.denoising import Predict, network_predict
 
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 ALL = "all"
 LONGEST_NAME = 40
+MOST_IN_MEMORY = 1000  # prompts
 
 
 @dataclass(frozen=True)
@@ -209,11 +211,19 @@ def prompt_condition(
         logger.warning("Words that occur in no caption of the training: %s", ", ".join(unknown))
     logger.info("Prompts, in turn: %s", "; ".join(prompts[:8]) + ("; ..." if len(prompts) > 8 else ""))
     row_of = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
-    states, mask = text_encoder_of(model, device).encode([*row_of, negative])
-    condition = TextCondition(lambda rows: (states[rows], mask[rows]), model.condition, null_row=len(row_of))
+    table = encoded([*row_of, negative], text_encoder_of(model, device))
+    condition = TextCondition(table, model.condition, null_row=len(row_of))
     request = {"prompts": prompts, "negative_prompt": negative}
     rows = [row_of[prompt] for prompt in prompts]
     return GenerationCondition(condition, prompts, rows, guidance, request, short_name=" ".join(prompts))
+
+
+def encoded(prompts: list[str], text_encoder: TextEncoder) -> CaptionTable:
+    """Return the table of these prompts: of many, which padded would take gigabytes, in a file."""
+    if len(prompts) > MOST_IN_MEMORY:
+        return EncodedCaptions(text_encoder.encode_once(prompts, default_cache_dir()))
+    states, mask = text_encoder.encode(prompts)
+    return lambda rows: (states[rows], mask[rows])
 
 
 def unknown_words(texts: Iterable[str], condition: dict[str, Any] | None) -> list[str]:

@@ -182,6 +182,20 @@ def test_a_caption_is_encoded_the_same_in_any_company(text_encoder, tmp_path):
     assert torch.equal(kept_mask, mask[[1, 0]])
 
 
+def test_many_prompts_are_the_same_from_a_file(text_encoder, tmp_path, monkeypatch):
+    from conditions import guidance
+
+    encoder, rows = TextEncoder(str(text_encoder), CPU), torch.tensor([2, 0])
+    prompts = ["a handwritten seven", "the digit one", "seven"]
+    states, mask = guidance.encoded(prompts, encoder)(rows)
+    monkeypatch.setattr(guidance, "MOST_IN_MEMORY", 2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    from_file = guidance.encoded(prompts, encoder)
+    assert isinstance(from_file, EncodedCaptions)
+    assert torch.equal(from_file(rows)[0], states)
+    assert torch.equal(from_file(rows)[1], mask)
+
+
 def test_captions_are_encoded_once(text_encoder, tmp_path, monkeypatch):
     encoder, another = TextEncoder(str(text_encoder), CPU), TextEncoder(str(text_encoder), CPU)
     with torch.no_grad():
