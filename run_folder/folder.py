@@ -347,10 +347,11 @@ def abandon_rows(table: Path, step: int) -> None:
     """Leave a table without the rows of later steps; the whole of it stays beside it."""
     if not table.is_file():
         return
-    with table.open(encoding="utf-8", newline="") as file:
+    damaged = user_errors(f"{table} cannot be read: move it away", OSError, ValueError, IndexError, csv.Error)
+    with damaged, table.open(encoding="utf-8", newline="") as file:
         names, *rows = csv.reader(file)
-    column = names.index("step")
-    kept = [row for row in rows if int(row[column] or 0) <= step]
+        column = names.index("step")
+        kept = [row for row in rows if int(row[column] or 0) <= step]
     if len(kept) < len(rows):
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([names, *kept])
