@@ -104,7 +104,7 @@ def test_duplicates_across_the_split(report, tmp_path):
     assert "problem: 2 photos in train and test at once" in printed
 
 
-@pytest.mark.parametrize(("dogs", "code", "line"), [(9, 0, None), (6, 0, "note"), (2, 1, "hurts")])
+@pytest.mark.parametrize(("dogs", "code", "line"), [(9, 0, None), (6, 0, "note"), (2, 1, "problem")])
 def test_imbalance(report, tmp_path, dogs, code, line):
     ended, found, printed = report(classes(tmp_path / "photos", {"cat": 10, "dog": dogs}))
     assert ended == code
