@@ -33,7 +33,7 @@ SMALLEST, SMALL, BATCH_SIZE = 96, 32, 20
 
 def photos_of(folder: Path, count: int) -> list[Image.Image]:
     """Return an even sample of the photos that are at least three times as large, as squares cut from their middle."""
-    files = FolderFiles(folder)
+    files = FolderFiles(folder, on_bad_image="skip")
     squares = [decode_image(files.read(row), 3, None, center_crop=True) for row in spread(len(files), count)]
     return [Image.fromarray(square.transpose(1, 2, 0)) for square in squares if square.shape[1] >= SMALLEST]
 

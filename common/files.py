@@ -86,7 +86,8 @@ def save_safetensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dic
 def follow_umask(path: Path) -> None:
     """Let others read the safetensors at a path or in a folder as the umask says: written, only their owner can."""
     for file in path.rglob("*.safetensors") if path.is_dir() else [path]:
-        file.chmod(0o666 & ~UMASK)
+        with contextlib.suppress(OSError):  # some file systems have no such rights
+            file.chmod(0o666 & ~UMASK)
 
 
 def load_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -212,8 +212,8 @@ def read_options(
         name = unknown[0].partition("=")[0]  # its value is nobody's business: it may be a token
         following = unknown[1] if unknown[1:] and not unknown[1].startswith("-") else ""
         value = unknown[0].partition("=")[2] or following
-        if not name.startswith("-") and Path(name).expanduser().exists():
-            raise UserError(f"{name}: what is given without a flag must come first, before all flags")
+        if not name.startswith("-") and os.path.exists(os.path.expanduser(name)):
+            raise UserError(f"{name}: only one name can stand without a flag, and it comes first, before all flags")
         raise UserError(f"unknown flag {name}{_suggestion(name, value, kind)}")
     options = kind(**{name: value for section in sections for name, value in vars(section).items()})
     facts = facts_of(kind)

@@ -221,7 +221,10 @@ def prompt_condition(
 def encoded(prompts: list[str], text_encoder: TextEncoder) -> CaptionTable:
     """Return the table of these prompts: of many, which padded would take gigabytes, in a file."""
     if len(prompts) > MOST_IN_MEMORY:
-        return EncodedCaptions(text_encoder.encode_once(prompts, default_cache_dir()))
+        try:
+            return EncodedCaptions(text_encoder.encode_once(prompts, default_cache_dir()))
+        except UserError as error:
+            logger.warning("%d prompts are kept in memory: %s", len(prompts), error)
     states, mask = text_encoder.encode(prompts)
     return lambda rows: (states[rows], mask[rows])
 

@@ -132,7 +132,7 @@ class ReferenceOptions:
         not_with="statistics",
     )
     on_bad_image: Literal["fail", "skip"] = option(
-        "fail", "What to do with a real image that cannot be decoded: stop, or leave it out.", not_with="statistics"
+        "fail", "What to do with an image that cannot be read: stop, or leave it out."
     )
     statistics: str | None = option(
         None, "Statistics instead of real images: a file from --save_statistics, or an .npz with mu and sigma."

@@ -72,7 +72,7 @@ class Session:
     def measure_images(self) -> None:
         """Measure a folder or file of generated images."""
         options = self.options
-        images = open_images(options.generated, "--generated")
+        images = open_images(options.generated, "--generated", on_bad_image=options.on_bad_image)
         count = options.num_images or len(images)
         if count > len(images):
             raise UserError(f"--num_images {count}: there are only {len(images)} images in {options.generated}")

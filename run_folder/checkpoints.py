@@ -324,9 +324,13 @@ def _named_checkpoint(config: TrainingConfig) -> Path:
 
 def set_aside(path: Path, kind: str) -> Path:
     """Rename a checkpoint, or what was made with it, so that it is no longer taken for one; return its new name."""
+    return path.rename(free_name(path, kind))
+
+
+def free_name(path: Path, kind: str) -> Path:
+    """Return a name that says what kind of a file or folder this is now, and that nothing has yet."""
     suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    renamed = next(new for end in suffixes if not (new := path.with_name(f"{path.name}.{kind}{end}")).exists())
-    return path.rename(renamed)
+    return next(new for end in suffixes if not (new := path.with_name(f"{path.name}.{kind}{end}")).exists())
 
 
 # The state of a training as files, and back

@@ -355,7 +355,7 @@ class OutputOptions:
     )
     overwrite: bool = option(
         False,
-        "Delete the run that is already in output_dir. Ignored when torchrun or SLURM restarts a job: it continues.",
+        "Delete the run that is already in output_dir. A job that torchrun or SLURM restarts does it once.",
         saved=False,
     )
     resume_from_checkpoint: str = option(
@@ -546,10 +546,8 @@ def validate(config: TrainingConfig) -> None:
         )
     if config.variance_type.startswith("learned") and config.ddpm_num_steps < 2:
         raise UserError(f"--variance_type {config.variance_type}: needs at least two timesteps (--ddpm_num_steps)")
-    if config.beta_start > config.beta_end:
-        raise UserError(
-            f"--beta_start {config.beta_start:g}: is larger than --beta_end {config.beta_end:g}, but noise only grows"
-        )
+    if config.beta_start > config.beta_end and config.ddpm_beta_schedule != "constant":  # which has no first beta
+        raise UserError(f"--beta_start {config.beta_start:g}: is larger than --beta_end {config.beta_end:g}")
     if config.ddpm_beta_schedule == "jsd" and config.prediction_type == "epsilon":
         raise UserError(
             "--ddpm_beta_schedule jsd ends with noise alone, in which a network of --prediction_type epsilon sees no "

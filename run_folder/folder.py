@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING
 import yaml
 
 from common.errors import UserError, user_errors
-from common.files import LOCK_FILE, check_folder, first_existing, follow_umask, lock, replace_folder, write_atomically
+from common.files import (
+    LOCK_FILE,
+    check_folder,
+    first_existing,
+    follow_umask,
+    in_turn,
+    lock,
+    replace_folder,
+    write_atomically,
+)
 from common.interruption import fault_point
 from common.options import UniqueKeyLoader, facts_of, flags_of, read_options
 from run_folder.checkpoints import (
@@ -35,7 +44,9 @@ from run_folder.checkpoints import (
     checkpoints,
     discard_snapshots,
     find_checkpoint,
+    free_name,
     goes_back,
+    named_folder,
     set_aside,
     step_in,
     step_of,
@@ -68,8 +79,10 @@ BEGUN = ".begun"  # the job that overwrote a run, or went back to an earlier ste
 NOT_PUSHED = (
     *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in (*PIPELINE_FOLDERS, BEST))),
     *("evaluation_results.json", "evaluation_per_class.csv", REPORT, TRACKERS, SNAPSHOTS, BEST),
-    *(GENERATED, LIKELIHOOD_TABLE, LIKELIHOODS, FIGURES, PROFILE_TRACE, PROFILE_TABLE, BEGUN, "*.abandoned*"),
+    *(PROFILE_TRACE, PROFILE_TABLE, BEGUN, f"{SAMPLES}/*.abandoned*"),
 )
+# What else may be in a run's folder, and does not make it one.
+ADDED = (GENERATED, LIKELIHOOD_TABLE, LIKELIHOODS, FIGURES, "*.abandoned*")
 PIPELINE_STEP = "_step"  # in the pipeline's index, where diffusers passes over names that begin so
 ROUNDING = 0.001  # seconds, of the training time in a line of metrics
 QUARTERS = 4  # of the timesteps, whose losses a line of metrics tells apart: loss_q0 to loss_q3
@@ -288,7 +301,7 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
             path.mkdir(parents=True, exist_ok=True)
             lock(path)
             if config.overwrite:
-                write_atomically(path / BEGUN, this_job())
+                write_atomically(path / BEGUN, what_begins(config))
         if checkpoint is None and RunFolder(path).is_run:
             logger.info("There is no checkpoint in %s: the run starts at step 0", path)
     checkpoint = processes.broadcast(checkpoint)
@@ -304,7 +317,7 @@ def go_on_from(checkpoint: Path | None, config: TrainingConfig) -> None:
     step = step_in(checkpoint) if goes_on else 0
     if goes_on and goes_back(without_repeating(config)):
         abandon_after(path, step)
-        write_atomically(path / BEGUN, this_job())
+        write_atomically(path / BEGUN, what_begins(config))
     discard_snapshots(path, after_step=step)
     for unfinished in RunFolder(path).samples.glob(".*.tmp"):  # of a process that was killed
         unfinished.unlink()
@@ -312,12 +325,21 @@ def go_on_from(checkpoint: Path | None, config: TrainingConfig) -> None:
 
 def without_repeating(config: TrainingConfig) -> TrainingConfig:
     """Return what a job that torchrun or SLURM starts again is to do: not to overwrite or go back a second time."""
-    begun = Path(config.output_dir) / BEGUN
+    path, wanted = Path(config.output_dir), config.resume_from_checkpoint
     is_restart = any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    if not (is_restart and begun.is_file() and begun.read_text(encoding="utf-8") == this_job()):
+    begun = path / BEGUN
+    if not (is_restart and begun.is_file() and begun.read_text(encoding="utf-8") == what_begins(config)):
         return config
-    wanted = "latest" if goes_back(config) else config.resume_from_checkpoint
-    return replace(config, overwrite=False, resume_from_checkpoint=wanted)
+    if goes_back(config) and max(map(step_of, checkpoints(path)), default=0) <= step_in(named_folder(config)):
+        return config  # it has not saved anything since
+    begins_elsewhere = config.overwrite and wanted != "none"
+    return replace(config, overwrite=False, resume_from_checkpoint=wanted if begins_elsewhere else "latest")
+
+
+def what_begins(config: TrainingConfig) -> str:
+    """Describe a job and what it does before its first step, as the file of a run's folder remembers it."""
+    request = {"overwrite": config.overwrite, "resume_from_checkpoint": config.resume_from_checkpoint}
+    return json.dumps({"job": this_job(), **request})
 
 
 def this_job() -> str:
@@ -334,29 +356,31 @@ def abandon_after(path: Path, step: int) -> None:
     later = [checkpoint for checkpoint in checkpoints(path) if step_of(checkpoint) > step]
     later += [grid for number, grid in run.grids().items() if number > step]
     later += [run.best] if (run.best / STATE).is_file() and step_in(run.best) > step else []
-    if later:
-        names = ", ".join(str(entry.relative_to(path)) for entry in later)
-        logger.warning("The run goes back to step %d. Set aside, as .abandoned: %s", step, names)
-    for entry in later:
-        set_aside(entry, "abandoned")
-    for table in (run.results_file, run.best_scores_file):
-        abandon_rows(table, step)
+    with in_turn(path):  # an evaluation may be about to add a row
+        tables = {table: rows_up_to(step, table) for table in (run.results_file, run.best_scores_file)}
+        if later:
+            names = ", ".join(str(entry.relative_to(path)) for entry in later)
+            logger.warning("The run goes back to step %d. Set aside, as .abandoned: %s", step, names)
+        for entry in later:
+            set_aside(entry, "abandoned")
+        for table, text in tables.items():
+            if text is not None:
+                shutil.copyfile(table, free_name(table, "abandoned"))
+                write_atomically(table, text)
 
 
-def abandon_rows(table: Path, step: int) -> None:
-    """Leave a table without the rows of later steps; the whole of it stays beside it."""
+def rows_up_to(step: int, table: Path) -> str | None:
+    """Return a table without the rows of later steps; None if there are none, or no table."""
     if not table.is_file():
-        return
+        return None
     damaged = user_errors(f"{table} cannot be read: move it away", OSError, ValueError, IndexError, csv.Error)
     with damaged, table.open(encoding="utf-8", newline="") as file:
         names, *rows = csv.reader(file)
         column = names.index("step")
         kept = [row for row in rows if int(row[column] or 0) <= step]
-    if len(kept) < len(rows):
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([names, *kept])
-        set_aside(table, "abandoned")
-        write_atomically(table, text.getvalue())
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([names, *kept])
+    return text.getvalue() if len(kept) < len(rows) else None
 
 
 def check_nothing_is_trained_over(config: TrainingConfig) -> None:
@@ -400,9 +424,12 @@ def is_over(config: TrainingConfig, step: int, train_seconds: float) -> bool:
 
 
 def remove_run(config: TrainingConfig) -> None:
-    """Remove what a run writes, and nothing else that may be in its folder."""
-    for entry in Path(config.output_dir).iterdir():
-        if entry.name != LOCK_FILE and is_of_a_run(entry.name, config):
+    """Remove what a run writes, and what other scripts add to it, and nothing else that may be in its folder."""
+    run = RunFolder(config.output_dir)
+    added = ADDED if run.is_run else ()
+    for entry in run.path.iterdir():
+        is_added = any(fnmatch(entry.name, pattern) for pattern in added)
+        if entry.name != LOCK_FILE and (is_added or is_of_a_run(entry.name, config)):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 

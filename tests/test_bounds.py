@@ -90,6 +90,7 @@ def test_an_option_without_effect_is_an_error(parse, flags, message):
 def test_what_contradicts_itself_is_an_error():
     with pytest.raises(UserError, match="--beta_start 0.02: is larger than --beta_end 0.0001"):
         parse_config(["--beta_start=0.02", "--beta_end=0.0001"])
+    parse_config(["--ddpm_beta_schedule=constant", "--beta_end=5e-5"])  # which has no first beta
     with pytest.raises(UserError, match="--lr_scheduler cosine: falls towards the last step, and --max_train_seconds"):
         parse_config(["--dataset_name=digits", "--lr_scheduler=cosine", "--max_train_seconds=60"])
 

@@ -132,12 +132,20 @@ def test_a_pipeline_of_somebody_else_is_not_trained_over(run, train, tmp_path):
 
 def test_a_complete_run_keeps_its_settings(run, train):
     before = contents(run)
-    with pytest.raises(UserError, match="is complete, with other settings .learning_rate 0.0002 -> 0.1.*longer than 4"):
+    with pytest.raises(UserError, match="is complete, with other settings .learning_rate .* -> 0.1.*--max_train_steps"):
         train(run, *FLAGS, "--learning_rate=0.1")
+    with pytest.raises(UserError, match="is complete, with other settings"):
+        train(run, *FLAGS, "--learning_rate=0.1", "--resume_from_checkpoint=checkpoint-4")
     assert contents(run) == before
 
 
 def test_a_refused_resume_renames_nothing(run, train):
+    (run / "evaluation_results.csv").write_text("no table of ours\n1\n")
+    before = contents(run)
+    with pytest.raises(UserError, match="evaluation_results.csv cannot be read: move it away"):
+        train(run, *FLAGS, "--resume_from_checkpoint=checkpoint-2")
+    (run / "evaluation_results.csv").unlink()
+    assert contents(run) == {name: digest for name, digest in before.items() if name != "evaluation_results.csv"}
     before = contents(run)
     with pytest.raises(UserError, match="checkpoint-2 does not fit this configuration .size mismatch for conv_out"):
         train(run, *FLAGS, "--resume_from_checkpoint=checkpoint-2", "--variance_type=learned_range")
@@ -159,6 +167,16 @@ def test_overwriting_leaves_nothing_of_the_old_run(run, train):
     train(run, *FLAGS, "--overwrite", "--max_train_steps=1")
     assert not {"likelihood", "likelihood.csv", "figures", "generated"} & {path.name for path in run.iterdir()}
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_folder_of_somebody_else_is_not_taken_for_a_run(train, tmp_path):
+    for name in ("README.md", "figures/mine.png"):
+        (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mine" / name).touch()
+    before = contents(tmp_path / "mine")
+    with pytest.raises(UserError, match="holds something else than a run .figures"):
+        train(tmp_path / "mine", *FLAGS, "--overwrite")
+    assert contents(tmp_path / "mine") == before
 
 
 def test_files_are_as_readable_as_the_umask_says(run):
@@ -201,6 +219,40 @@ def test_a_job_that_is_started_again_goes_back_once(run, train, monkeypatch):
     train(run, *back)
     assert [path.name for path in checkpoints(run)] == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
     assert not (run / "checkpoint-3.abandoned").exists()
+
+
+def test_a_restarted_job_goes_on_when_its_first_checkpoint_is_pruned(run, train, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    back = [*FLAGS, "--resume_from_checkpoint=checkpoint-2", "--checkpointing_steps=1", "--checkpoints_total_limit=1"]
+    train(run, *back, "--max_train_steps=3")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    train(run, *back, "--max_train_steps=5")
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-3", "checkpoint-5"]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    train(run, *back, "--max_train_steps=6")
+    assert len(losses_of(run)) == 6
+
+
+def test_what_a_restarted_job_asks_for_the_first_time_is_done(run, train, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    train(run, *FLAGS, "--overwrite")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # before the second command of the job has begun
+    train(run, *FLAGS, "--resume_from_checkpoint=checkpoint-2", "--max_train_steps=3")
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_a_restarted_job_that_has_saved_nothing_goes_back_again(run, train, monkeypatch):
+    shutil.copytree(run / "checkpoint-4", run / "best")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    back = [*FLAGS, "--resume_from_checkpoint=best", "--max_train_steps=6", "--checkpointing_steps=6"]
+    shutil.rmtree(run / "checkpoint-4")
+    with monkeypatch.context() as patched:
+        patched.setattr("run_folder.checkpoints.CheckpointWriter.save", lambda *_, **__: None)
+        train(run, *back)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    train(run, *back)
+    assert [line["step"] for line in metrics_of(run)] == [1, 2, 3, 4, 5, 6]
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-2", "checkpoint-6"]
 
 
 def test_who_goes_back_twice_loses_nothing(run, train):

@@ -18,7 +18,7 @@ from common.interruption import Interrupted, fault_point, stop_requested
 from common.machine import fits_in_memory, largest_batch
 from common.progress import progress_bar
 from image_data.grid import image_grid, side_by_side
-from run_folder.checkpoints import CheckpointWriter, goes_back, networks_of, newest, step_of
+from run_folder.checkpoints import CheckpointWriter, goes_back, named_folder, networks_of, newest, step_of
 from run_folder.folder import RunFolder
 from run_folder.publish import IN_TRAINING, curves_at
 from schedulers.denoising import DDPM, denoise, network_predict, to_uint8
@@ -92,7 +92,9 @@ class Milestones:
                     self.writer.finish(state)
                 self.processes.barrier()
         if stopped:
-            begins = {"overwrite": self.config.overwrite, "resume_from_checkpoint": goes_back(self.config)}
+            elsewhere = named_folder(self.config) is not None and not goes_back(self.config)
+            returns = self.config.resume_from_checkpoint != "latest" and not elsewhere
+            begins = {"overwrite": self.config.overwrite, "resume_from_checkpoint": returns}
             without = " and ".join(f"--{name}" for name, is_given in begins.items() if is_given)
             raise Interrupted(
                 f"{stop_requested() or 'a stop of another process'}: saved at step {step} in {self.folder.path}; "

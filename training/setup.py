@@ -197,8 +197,8 @@ def check_before_work(config: TrainingConfig, processes: Processes) -> None:
     check_output_dir(config)
     if config.train_data_dir is not None and RunFolder(Path(config.train_data_dir).expanduser()).is_run:
         raise UserError(
-            f"--train_data_dir {config.train_data_dir}: is a run, not a folder of photos; to continue it, use --config "
-            f"{Path(config.train_data_dir) / 'config.yaml'}"
+            f"--train_data_dir {config.train_data_dir}: is a run, not a folder of photos; to continue it, use "
+            f"--config {Path(config.train_data_dir) / 'config.yaml'} --output_dir {config.train_data_dir}"
         )
     check_network(config)
     if processes.is_main:
@@ -323,11 +323,13 @@ def opened(run: Run) -> Iterator[None]:
     if checkpoint is not None:
         is_named = checkpoint.name == Path(config.resume_from_checkpoint).name
         changed = load_checkpoint(state, checkpoint, same_run=not is_named)
-        if changed and not is_named and run.is_over():
+        is_own = checkpoint.resolve().parent == Path(config.output_dir).resolve()
+        if changed and is_own and run.is_over():
+            limit = "--max_train_steps" if state.step >= run.total_steps else "--max_train_seconds"
             raise UserError(
                 f"--output_dir {config.output_dir} holds a run that is complete, with other settings "
-                f"({'; '.join(changed)}): choose another --output_dir, start over with --overwrite, or train it for "
-                f"longer than {state.step} steps"
+                f"({'; '.join(changed)}): choose another --output_dir, start over with --overwrite, or go on with a "
+                f"larger {limit}"
             )
     if processes.is_main:
         go_on_from(checkpoint, config)
