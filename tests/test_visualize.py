@@ -86,7 +86,7 @@ def test_one_command_draws_everything(tmp_path, monkeypatch, capsys):
         ("--ddpm_num_steps 1", "--ddpm_num_steps 1: must be from 2 to"),
         ("--num_images 0", "--num_images 0: must be from 1 to 1024"),
         ("--output_dir README.md/x", "README.md is a file, not a folder"),
-        ("--dataset_name digits --train_data_dir x", "either --dataset_name or --train_data_dir"),
+        ("--dataset_name digits --train_data_dir x", "are two ways to name the images"),
         ("--run_dir nowhere", "--run_dir nowhere: there is no such folder"),
         ("--run_dir docs", "--run_dir docs is not a run: there is no config.yaml in it"),
     ],
