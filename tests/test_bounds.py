@@ -17,7 +17,7 @@ from conftest import ROOT, metrics_of
 
 import common.processes
 from common import interruption
-from common.errors import UserError
+from common.errors import UserError, run_script
 from common.options import facts_of
 from evaluation.evaluate_options import EvaluationOptions, parse_evaluation
 from generation.generate_options import GenerationOptions, parse_generation
@@ -399,3 +399,15 @@ def test_a_full_disk_ends_the_curves_and_not_the_run(until, train, tmp_path, mon
     assert len(metrics_of(run)) == 6
     said = capsys.readouterr().err
     assert re.search("Curves are (not|no longer) logged to tensorboard: No space left on device", said)
+
+
+def test_a_file_that_is_forbidden_is_named(capsys):
+    """Raised here, since nothing is forbidden to root."""
+
+    def main():
+        raise PermissionError(13, "Permission denied", "runs/of/somebody.safetensors")
+
+    with pytest.raises(SystemExit) as end:
+        run_script(main)
+    assert end.value.code == 2
+    assert "error: runs/of/somebody.safetensors: no permission to use this file or folder" in capsys.readouterr().err
