@@ -41,6 +41,7 @@ OUR_RACES = {
     "cifar10_16_ideas": "CIFAR-10, 16x16",
     "cifar10_16_screen": "CIFAR-10, 16x16",
     "cifar10_16_long": "CIFAR-10, 16x16",
+    "cosine": "CIFAR-10, 16x16, cosine schedule",
     "animals_16": "photos of animals, 16x16",
     "cifar10_32_screen": "CIFAR-10, 32x32",
     "cifar10_32_small_first": "CIFAR-10, 32x32",
