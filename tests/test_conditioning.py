@@ -342,7 +342,7 @@ class TwoMilestones(Milestones):
     last_checkpoint = "checkpoint-3"
 
     def __init__(self, other: SimpleNamespace):
-        self.config = SimpleNamespace(checkpointing_steps=1000, overwrite=False)
+        self.config = SimpleNamespace(checkpointing_steps=1000, overwrite=False, resume_from_checkpoint="latest")
         self.image_steps, self.model_steps, self.folder = 7, None, SimpleNamespace(path="run")
         self.saved = []
         self.writer = SimpleNamespace(finish=lambda state: None)

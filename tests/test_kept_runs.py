@@ -255,6 +255,15 @@ def test_a_restarted_job_that_has_saved_nothing_goes_back_again(run, train, monk
     assert [path.name for path in checkpoints(run)] == ["checkpoint-2", "checkpoint-6"]
 
 
+def test_a_run_with_snapshots_of_averages_goes_back_to_its_best(tiny_flags, tmp_path):
+    flags = [*(flag for flag in tiny_flags if "ema_max_decay" not in flag), *FLAGS, "--ema=power"]
+    run = run_training(tmp_path / "run", flags)
+    shutil.copytree(run / "checkpoint-2", run / "best")
+    run_training(run, [*flags, "--resume_from_checkpoint=best", "--max_train_steps=3"])
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-2", "checkpoint-3"]
+    assert (run / "best").is_dir()
+
+
 def test_who_goes_back_twice_loses_nothing(run, train):
     first = contents(run / "checkpoint-4")
     for rate in ("1e-4", "1e-5"):

@@ -319,6 +319,9 @@ def test_the_best_is_kept_by_its_metric(run, tmp_path):
     assert consider(two, "is@12", 1.0, steps=50) == 2
     watching.BestCheckpoint(RunFolder(copy), "kid@12").consider(four, measured, [{**asdict(measured), "is@12": 9.0}])
     watching.BestCheckpoint(RunFolder(copy), "kid@12").consider(four, measured, [])
+    # A pipeline, of a run whose checkpoints have been deleted, is no checkpoint: its folder is the run's own.
+    row = {**asdict(measured), "kid@12": 0.0}
+    watching.BestCheckpoint(RunFolder(copy), "kid@12").consider(replace(four, path=copy), measured, [row])
     assert json.loads((copy / "best" / "best.json").read_text())["step"] == 2  # what has no value is no better one
     # A kill between the two renames leaves the one before.
     (copy / "best").rename(copy / ".best.old")
