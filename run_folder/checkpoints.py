@@ -284,10 +284,14 @@ def named_folder(config: TrainingConfig) -> Path | None:
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
+def is_own(checkpoint: Path | None, config: TrainingConfig) -> bool:
+    """Tell whether a checkpoint, if there is one, is in the folder of the run itself."""
+    return checkpoint is not None and checkpoint.resolve().parent == Path(config.output_dir).resolve()
+
+
 def goes_back(config: TrainingConfig) -> bool:
     """Tell whether the run is to go on from a checkpoint of its own that is named, and need not be the newest."""
-    folder = named_folder(config)
-    return folder is not None and folder.resolve().parent == Path(config.output_dir).resolve()
+    return is_own(named_folder(config), config)
 
 
 def _named_checkpoint(config: TrainingConfig) -> Path:
@@ -422,11 +426,6 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> list[
         raise UserError(
             f"{folder.parent} holds a run with other settings ({'; '.join(other_task)}): choose another --output_dir, "
             f"delete it with --overwrite, or name the checkpoint with --resume_from_checkpoint to continue"
-        )
-    if changed:
-        logger.warning(
-            f"Settings differ from those of {folder}: {'; '.join(changed)}. "
-            f"From step {numbers['step']} on this is a different run"
         )
     try:
         for subfolder, network in networks_of(state).items():

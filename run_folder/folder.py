@@ -46,6 +46,7 @@ from run_folder.checkpoints import (
     find_checkpoint,
     free_name,
     goes_back,
+    is_own,
     named_folder,
     set_aside,
     step_in,
@@ -75,7 +76,7 @@ PIPELINE_FOLDERS = ("unet", "scheduler", "text_encoder", "tokenizer")
 PUSHED = (PIPELINE, CONDITION_FILE, "conditional_pipeline.py", CARD, CONFIG, AUDIT, METRICS, TIMESTEPS)
 PUSHED += (RESULTS, BEST_SCORES, PICTURES)
 TRACKERS = "trackers.json"  # under which names trackers know the run
-BEGUN = ".begun"  # the job that overwrote a run, or went back to an earlier step of it
+BEGUN = ".begun"  # which job has overwritten a run, or gone back to an earlier step of it
 NOT_PUSHED = (
     *(LOCK_FILE, f"{PREFIX}*", f".{PREFIX}*", ".*.tmp", *(f".{name}.old" for name in (*PIPELINE_FOLDERS, BEST))),
     *("evaluation_results.json", "evaluation_per_class.csv", REPORT, TRACKERS, SNAPSHOTS, BEST),
@@ -293,10 +294,9 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
                 lock(path)
             config = without_repeating(config)
             checkpoint = find_checkpoint(config)
-            goes_on = checkpoint is not None and checkpoint.resolve().parent == path.resolve()
             if config.overwrite and path.exists():
                 remove_run(config)
-            elif not goes_on:
+            elif not is_own(checkpoint, config):
                 check_nothing_is_trained_over(config)
             path.mkdir(parents=True, exist_ok=True)
             lock(path)
@@ -313,9 +313,8 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
 def go_on_from(checkpoint: Path | None, config: TrainingConfig) -> None:
     """Leave in the run's folder, once the checkpoint is loaded, nothing of later steps that the run will make anew."""
     path = Path(config.output_dir)
-    goes_on = checkpoint is not None and checkpoint.resolve().parent == path.resolve()
-    step = step_in(checkpoint) if goes_on else 0
-    if goes_on and goes_back(without_repeating(config)):
+    step = step_in(checkpoint) if is_own(checkpoint, config) else 0
+    if goes_back(without_repeating(config)):
         abandon_after(path, step)
         write_atomically(path / BEGUN, what_begins(config))
     discard_snapshots(path, after_step=step)

@@ -340,14 +340,14 @@ def scheduler_for(project: Project, schedule: str, steps: int, variance_type: st
     Its network sees 1000 t / T: of 4000 steps every fourth, with the betas that lead from one of them to the next. Its
     linear betas are those of the paper times 1000 / T, so that as little of the image is left at the end.
     """
-    scale = 1 if project.arithmetic is ORIGINAL else NETWORK_STEPS / steps
+    if project.arithmetic is ORIGINAL or steps == NETWORK_STEPS:
+        return build_scheduler(schedule, steps, variance_type)
+    if steps % NETWORK_STEPS:
+        raise UserError(f"--ddpm_num_steps {steps}: weights of {project.name} need a multiple of {NETWORK_STEPS}")
+    scale = NETWORK_STEPS / steps
     scheduler = build_scheduler(
         schedule, steps, variance_type, beta_start=scale * BETA_START, beta_end=scale * BETA_END
     )
-    if project.arithmetic is ORIGINAL or steps == NETWORK_STEPS:
-        return scheduler
-    if steps % NETWORK_STEPS:
-        raise UserError(f"--ddpm_num_steps {steps}: weights of {project.name} need a multiple of {NETWORK_STEPS}")
     logger.info(
         "Of the %d steps the pipeline visits %d, those that the network sees as 0, 1, 2, ...", steps, NETWORK_STEPS
     )

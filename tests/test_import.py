@@ -296,8 +296,9 @@ class TestImprovedDiffusion:
         # Up to the clipping of the last betas.
         np.testing.assert_allclose(scheduler.alphas_cumprod[:990].numpy(), (f[:-1] / f[-1])[:990], rtol=2e-3)
         assert scheduler.config.num_train_timesteps == 1000
-        with pytest.raises(UserError, match="--ddpm_num_steps 1500: .* need a multiple of 1000"):
-            scheduler_for(PROJECTS[3], "linear", 1500, "fixed_small")
+        for steps in (10, 1500):
+            with pytest.raises(UserError, match=f"--ddpm_num_steps {steps}: .* need a multiple of 1000"):
+                scheduler_for(PROJECTS[3], "linear", steps, "fixed_small")
 
     @pytest.mark.parametrize("steps", [1000, 2000, 4000])
     def test_linear_betas_are_scaled_by_1000_over_T(self, steps, import_weights):

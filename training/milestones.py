@@ -92,8 +92,9 @@ class Milestones:
                     self.writer.finish(state)
                 self.processes.barrier()
         if stopped:
-            elsewhere = named_folder(self.config) is not None and not goes_back(self.config)
-            returns = self.config.resume_from_checkpoint != "latest" and not elsewhere
+            # A named checkpoint of another run is where this one begins, once; one of its own would be gone back to.
+            begins_elsewhere = named_folder(self.config) is not None and not goes_back(self.config)
+            returns = self.config.resume_from_checkpoint != "latest" and not begins_elsewhere
             begins = {"overwrite": self.config.overwrite, "resume_from_checkpoint": returns}
             without = " and ".join(f"--{name}" for name, is_given in begins.items() if is_given)
             raise Interrupted(

@@ -23,7 +23,7 @@ from conditions.condition import Condition
 from image_data.batches import Batch, TrainingBatches
 from image_data.store import TrainingImages
 from reporting.run_page import write_report
-from run_folder.checkpoints import CheckpointWriter, load_checkpoint
+from run_folder.checkpoints import CheckpointWriter, is_own, load_checkpoint
 from run_folder.config import (
     SCHEDULER_OPTIONS,
     BatchSizes,
@@ -323,13 +323,17 @@ def opened(run: Run) -> Iterator[None]:
     if checkpoint is not None:
         is_named = checkpoint.name == Path(config.resume_from_checkpoint).name
         changed = load_checkpoint(state, checkpoint, same_run=not is_named)
-        is_own = checkpoint.resolve().parent == Path(config.output_dir).resolve()
-        if changed and is_own and run.is_over():
+        if changed and is_own(checkpoint, config) and run.is_over():
             limit = "--max_train_steps" if state.step >= run.total_steps else "--max_train_seconds"
             raise UserError(
                 f"--output_dir {config.output_dir} holds a run that is complete, with other settings "
                 f"({'; '.join(changed)}): choose another --output_dir, start over with --overwrite, or go on with a "
                 f"larger {limit}"
+            )
+        if changed:
+            logger.warning(
+                f"Settings differ from those of {checkpoint}: {'; '.join(changed)}. "
+                f"From step {state.step} on this is a different run"
             )
     if processes.is_main:
         go_on_from(checkpoint, config)
