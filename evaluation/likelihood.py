@@ -101,7 +101,7 @@ def bound_of(found: Measurement, scheduler: ExactDDPMScheduler, variance_type: s
         return sum_of(found, found.learned)
     # The weight is to be that of an error of x_0, whatever the network predicts.
     posterior, chosen = (
-        ExactDDPMScheduler.from_config({**scheduler.config, "variance_type": variance, "prediction_type": "sample"})
+        ExactDDPMScheduler.from_config(scheduler.config, variance_type=variance, prediction_type="sample")
         for variance in ("fixed_small", variance_type)
     )
     steps = range(len(scheduler.betas))
@@ -212,6 +212,7 @@ class Likelihood:
         options, (channels, size, _) = self.options, self.models[0].shape
         if options.dataset_name or options.train_data_dir:
             data = DataOptions(**{name: getattr(options, name) for name in NAMED_DATA})
+            data = replace(data, interpolation=self.config.interpolation) if self.config else data
         elif self.config is not None:
             data = replace(self.config, cache_dir=options.cache_dir)
         else:

@@ -15,7 +15,7 @@ from conftest import run_script, run_training
 
 from common.errors import UserError
 from evaluation.likelihood import Measurement, bound_of, decoder_bits, measure_batch, prior_bits
-from schedulers.ddpm import VARIANCE_TYPES, build_scheduler
+from schedulers.ddpm import VARIANCE_TYPES, ExactDDPMScheduler, build_scheduler
 
 MEAN, DEVIATION = 0.1, 0.2  # of a pixel, in [-1, 1]
 
@@ -92,6 +92,15 @@ class TestGaussian:
         # 16,384 pixels: a squared error is known to 1.1 %, the sum of 99 of them to 0.2 %.
         assert np.abs(terms / expected - 1).max() < 0.05
         assert terms.sum() == pytest.approx(expected.sum(), rel=0.005)
+
+    def test_what_a_pipeline_leaves_to_the_default_is_no_other_prediction(self):
+        """diffusers does not hand on what a scheduler_config.json does not say, which older ones do not."""
+        found, scheduler = measured("epsilon", 100)
+        silent = ExactDDPMScheduler.from_config({"num_train_timesteps": 100, "variance_type": "fixed_large"})
+        assert silent.config.prediction_type == "epsilon"
+        assert bound_of(found, silent, "fixed_large").nll == pytest.approx(
+            bound_of(found, scheduler, "fixed_large").nll
+        )
 
     @pytest.mark.parametrize("variance_type", ["fixed_large", "fixed_small"])
     def test_the_whole_is_the_entropy_and_what_the_variance_costs(self, variance_type):

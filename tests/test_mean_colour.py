@@ -8,7 +8,7 @@ from PIL import Image
 
 import visualize
 from common.randomness import standard_normal
-from schedulers.ddpm import build_scheduler
+from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from visualization import mean_colour
 from visualization.mean_colour import NOISE_KEY, MeanColours, colour_errors, colours_of
 
@@ -48,6 +48,12 @@ def test_the_ideal_is_what_bayes_leaves(flat_images, prediction_type):
     torch.testing.assert_close(found["predicted"], ideal, rtol=0.05, atol=1e-9)
     assert ideal[0] < 1e-4
     assert ideal[-1] == pytest.approx(known.covariance.trace().item(), rel=0.05)  # nothing is known of the image
+
+
+def test_clipping_is_left_out_also_where_a_pipeline_does_not_mention_it(flat_images):
+    scheduler = ExactDDPMScheduler.from_config({"prediction_type": "sample", "num_train_timesteps": 1000})
+    found = colour_errors(lambda x_t, t: torch.full_like(x_t, 3.0), scheduler, flat_images, TIMESTEPS)
+    assert (found["predicted"] > 2 * found["clipped"]).all()
 
 
 def test_to_say_the_mean_of_all_images_is_an_error_of_the_variance(flat_images):

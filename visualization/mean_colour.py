@@ -62,7 +62,7 @@ def colour_errors(
     `predicted` is what the network says, `clipped` what enters a step of the sampling.
     """
     rows, errors = torch.arange(len(images), device=images.device), {"predicted": [], "clipped": []}
-    unclipped = ExactDDPMScheduler.from_config({**scheduler.config, "clip_sample": False})
+    unclipped = ExactDDPMScheduler.from_config(scheduler.config, clip_sample=False)
     for t in timesteps.tolist():
         noise = standard_normal(NOISE_KEY, rows, t, images.shape[1:])
         x_t = scheduler.add_noise(images, noise, torch.full_like(rows, t))
