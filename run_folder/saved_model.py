@@ -131,9 +131,11 @@ class SavedModel:
                 raise ValueError(f"num_train_timesteps {steps}: must be {NUM_STEPS.wanted}")
             if self.scheduler_config.get("rescale_betas_zero_snr"):
                 raise ValueError("its betas are rescaled (rescale_betas_zero_snr), which no sampler here takes")
+            if self.scheduler_config.get("thresholding"):
+                raise ValueError("it clips samples by dynamic thresholding, which no sampler here does")
             if self.learns_variance and variance_type not in LEARNED_VARIANCES:
                 raise ValueError(f"its network predicts a variance too, but variance_type is {variance_type}")
-            scheduler = ExactDDPMScheduler.from_config({**self.scheduler_config, "variance_type": variance_type})
+            scheduler = ExactDDPMScheduler.from_config(self.scheduler_config, variance_type=variance_type)
             if scheduler.ends_without_signal and scheduler.config.prediction_type == "epsilon":
                 raise ValueError("its last x_t is noise alone, in which a network that predicts epsilon sees no x_0")
             return scheduler

@@ -21,6 +21,7 @@ from schedulers.ddpm import ExactDDPMScheduler, adds_noise
 logger = logging.getLogger(__name__)
 
 NOISE_KEY = derive_seed("generation")
+SPACING = ("timestep_spacing", "steps_offset")  # how a scheduler of diffusers spreads its steps
 
 # From samples and their timestep, a tensor with one number, to the network's output in float32.
 Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -214,7 +215,7 @@ class DDIM(ExactMethod):
 
 def with_variance(config: dict, variance_type: str) -> ExactDDPMScheduler:
     """Return the exact scheduler of a configuration, with this variance whatever it says."""
-    return ExactDDPMScheduler.from_config({**config, "variance_type": variance_type})
+    return ExactDDPMScheduler.from_config(config, variance_type=variance_type)
 
 
 class DiffusersMethod(DenoisingMethod):
@@ -228,9 +229,11 @@ class DiffusersMethod(DenoisingMethod):
         if name not in classes:
             raise UnusableScheduler(f"is not one that fits; use one of {', '.join(sorted(classes))}")
         try:
+            # Each class visits timesteps in the way that suits it, which a pipeline's DDPMScheduler knows nothing of.
+            config = {key: value for key, value in scheduler.config.items() if key not in SPACING}
             fixed = {"variance_type": "fixed_large"} if scheduler.learns_variance else {}
             self._scheduler = classes[name].from_config(
-                {**scheduler.config, **fixed}, beta_schedule="linear", trained_betas=scheduler.betas.tolist()
+                config, beta_schedule="linear", trained_betas=scheduler.betas.tolist(), **fixed
             )
             if not hasattr(self._scheduler, "alphas_cumprod"):
                 raise UnusableScheduler("has noise levels of its own, not those that the model was trained with")
@@ -238,6 +241,7 @@ class DiffusersMethod(DenoisingMethod):
             self.begin()
             self.timesteps = self._scheduler.timesteps.tolist()
             self.noise_scale = float(self._scheduler.init_noise_sigma)
+            self._check_beginning(scheduler.config.num_train_timesteps)
             self._try_all_steps()
         except UnusableScheduler:
             raise
@@ -258,6 +262,18 @@ class DiffusersMethod(DenoisingMethod):
         t = self._scheduler.timesteps[number - 1]
         output = model_output[:, : sample.shape[1]]  # without a variance, which few of these schedulers use
         return self._scheduler.step(output, t, sample, **drawing).prev_sample
+
+    def _check_beginning(self, num_train_timesteps: int) -> None:
+        """Raise if the first timestep is far below T: sampling begins with noise alone, and x_t there is more.
+
+        That of DDIMScheduler and PNDMScheduler is n times the whole part of T / n, less one of these parts.
+        """
+        steps, first = self.settings["num_inference_steps"], max(self.timesteps)
+        if num_train_timesteps - first > max(2 * num_train_timesteps / steps, num_train_timesteps / 4):
+            raise UnusableScheduler(
+                f"begins at t = {first:.0f} of {num_train_timesteps} with {steps} steps, where an image is not all "
+                f"noise; choose a number of steps that divides {num_train_timesteps}"
+            )
 
     def _try_all_steps(self) -> None:
         """Denoise a few numbers: an image must be the same alone and among others, and know its own noise."""

@@ -984,6 +984,7 @@ files("models", PIPELINE, "pipeline", {
     "a scheduler of too many steps": {SCHEDULER: entries(num_train_timesteps=10**14)},
     "a schedule that is not known": {SCHEDULER: entries(beta_schedule="nope")},
     "betas that are rescaled": {SCHEDULER: entries(rescale_betas_zero_snr=True)},
+    "thresholding": {SCHEDULER: entries(thresholding=True)},
     "too few betas": {SCHEDULER: entries(trained_betas=[0.1] * 10)},
     "a beta of one": {SCHEDULER: entries(num_train_timesteps=2, trained_betas=[0.1, 1.0])},
     "three sides": {UNET: entries(sample_size=[8, 8, 8])},

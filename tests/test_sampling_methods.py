@@ -160,6 +160,25 @@ def test_schedulers_of_diffusers(name):
     assert not torch.equal(again[1], again[0])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["DDIMScheduler", "DPMSolverMultistepScheduler", "EulerDiscreteScheduler"])
+def test_a_scheduler_visits_the_same_timesteps_whatever_a_pipeline_says_of_another(name):
+    """A saved pipeline has the spacing of its DDPMScheduler written out, a checkpoint of the same run has not."""
+    silent, written = build_scheduler(), ExactDDPMScheduler.from_config({**build_scheduler().config})
+    written.register_to_config(timestep_spacing="leading", steps_offset=1, _use_default_values=[])
+    timesteps = [DiffusersMethod(scheduler, name, 20).timesteps for scheduler in (silent, written)]
+    assert timesteps[0] == timesteps[1]
+
+
+@pytest.mark.parametrize("name", ["DDIMScheduler", "PNDMScheduler"])
+def test_sampling_that_would_begin_with_an_image_is_refused(name):
+    """Of 501 steps over 1,000 these make single ones, from t = 500 on; a distant start of few steps is how they are."""
+    with pytest.raises(UnusableScheduler, match="begins at t = 500 of 1000 with 501 steps, .* that divides 1000"):
+        DiffusersMethod(build_scheduler(), name, 501)
+    for steps in (1, 2, 5, 60, 70, 300, 500, 1000):
+        DiffusersMethod(build_scheduler(), "DDIMScheduler", steps)
+
+
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_schedulers_that_do_not_fit_are_refused(name):
     with pytest.raises(UnusableScheduler, match=UNUSABLE[name]):
