@@ -183,6 +183,8 @@ def _upright(image: Image.Image, data: bytes, mode: str) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
+    if image.format == "TIFF":  # Pillow itself turns these, and swaps their size as it opens them
+        return 1
     # Not ImageOps.exif_transpose: it also rewrites the metadata, and fails when that is damaged but the pixels are not.
     try:
         return image.getexif().get(ExifTags.Base.Orientation, 1)

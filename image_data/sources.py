@@ -118,7 +118,8 @@ def load_images(options: DataOptions, split: str = "train") -> ImageSource:
     # `datasets` derives it from the files' names and modification times, from the Hub's commit, or from the content.
     fingerprint = dataset._fingerprint
     # Folders are sorted by class, and the first rows would be of one class alone.
-    rows = spread(len(dataset), options.max_train_samples or len(dataset))
+    limit = options.max_train_samples if split == "train" else None
+    rows = spread(len(dataset), limit or len(dataset))
     if len(rows) < len(dataset):
         dataset = dataset.select(rows)
     try:

@@ -228,6 +228,13 @@ def test_a_sample_of_the_rows_covers_all_classes(load, tmp_path):
     assert len(load("digits", max_train_samples=5000)) == 1797
 
 
+def test_a_sample_of_the_training_images_is_none_of_the_test_images(load, tmp_path):
+    for split, count in (("train", 8), ("test", 6)):
+        image_folder(tmp_path / "photos" / split, count=count)
+    named = {"train_data_dir": str(tmp_path / "photos"), "max_train_samples": 4}
+    assert [len(load(**named, split=split)) for split in ("train", "test")] == [4, 6]
+
+
 def test_channels_of_grey_and_mixed_sets(load, tmp_path):
     source = load(train_data_dir=str(image_folder(tmp_path / "photos", mode="L")))
     assert source.detect_channels() == 1
