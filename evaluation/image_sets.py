@@ -74,9 +74,10 @@ class EncodedImages:
         self.rows: Sequence[int] = range(len(files))  # those of the files that are images
         self.name, self.split, self.fingerprint = files.name, files.split, files.fingerprint
         self.resolution, self.interpolation = resolution, interpolation
-        if interpolation != INTERPOLATION:
-            self.fingerprint += f" {interpolation}"  # other pixels, so other statistics
         self.channels = 1 if channels == 1 else 3  # transparency is laid over white
+        changes = [interpolation] * (interpolation != INTERPOLATION) + ["grey"] * (channels == 1 and self._has_colour())
+        if changes:  # other pixels, so other statistics and other rows of the tables
+            self.fingerprint = hashlib.sha256(" ".join([files.fingerprint, *changes]).encode()).hexdigest()
         self.size = (resolution, resolution) if resolution else self._read(0, upright_size)
 
     def __len__(self) -> int:
@@ -105,7 +106,10 @@ class EncodedImages:
 
     def is_grey(self) -> bool:
         """Return whether the images are without colour, judged by an even sample."""
-        return self.channels == 1 or all(map(self._is_grey, spread(len(self.files), SAMPLED_FOR_COLOUR)))
+        return self.channels == 1 or not self._has_colour()
+
+    def _has_colour(self) -> bool:
+        return not all(map(self._is_grey, spread(len(self.files), SAMPLED_FOR_COLOUR)))
 
     def _is_grey(self, row: int) -> bool:
         with contextlib.suppress(UndecodableImage):

@@ -78,14 +78,15 @@ def frechet_distance(generated: Moments, reference: Moments) -> float:
     return max(0.0, (distance + traces - 2 * trace_of_root).item())
 
 
-def kernel_distance(generated: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
-    """Estimate the squared MMD with the kernel (x.y / d + 1)^3, without bias; mean and deviation over subsets."""
+def kernel_distance(generated: torch.Tensor, reference: torch.Tensor) -> tuple[float, ...]:
+    """Estimate the squared MMD with the kernel (x.y / d + 1)^3, without bias: mean, and deviation over any subsets."""
     from torch_fidelity.metric_kid import kid_features_to_metric
 
     size = min(KERNEL_SUBSET_SIZE, len(generated), len(reference))
     subsets = 1 if size == len(generated) == len(reference) else KERNEL_SUBSETS  # there is but one of all
     sizes = {"kid_subset_size": size, "kid_subsets": subsets}
-    return tuple(kid_features_to_metric(generated.double(), reference.double(), **sizes, verbose=False).values())
+    found = kid_features_to_metric(generated.double(), reference.double(), **sizes, verbose=False)
+    return tuple(found.values())[:subsets]  # one subset has no deviation
 
 
 def inception_score(logits: torch.Tensor) -> tuple[float, float]:

@@ -18,7 +18,14 @@ from evaluation.results import Measured
 from evaluation.statistics import Identity
 from generation.engine import InferenceSettings, Job, prefers_channels_last
 from generation.methods import OWN_SETTINGS
-from generation.sample_folder import SampleFolder, UnusableFolder, complete_folders, default_folder, read_record
+from generation.sample_folder import (
+    SampleFolder,
+    UnusableFolder,
+    complete_folders,
+    default_folder,
+    read_record,
+    seeds_in,
+)
 from image_data.sources import load_images
 from run_folder.checkpoints import WEIGHTS, checkpoints
 from run_folder.config import TrainingConfig
@@ -102,6 +109,10 @@ class Samples:
         self.name = " ".join(filter(None, [job.model.name, job.condition.guidance.name, self.which]))
         self.folder = default_folder(job, precision)
         self.settings = job.method.settings | job.condition.settings
+        # Whose captions are drawn: those of the first split, if it is one of the reference's.
+        split = (options.split or ["train"])[0]
+        has_captions = "prompts" in self.settings and not (options.real or options.statistics)
+        self.captions = f"captions={split}" if has_captions and split != "train" else ""
         channels_last = prefers_channels_last(processes.device, precision)
         self.inference = InferenceSettings(precision, options.allow_tf32, channels_last, batch_size=options.batch_size)
 
@@ -110,7 +121,8 @@ class Samples:
         model = self.job.model
         known = {name: getattr(model, name) for name in ("step", "train_seconds", "weights", "name", "sha256")}
         measured = describe_measured(known | self.settings, self.count, reference, self.precision)
-        return replace(measured, settings=" ".join(filter(None, [measured.settings, self.which])) or None)
+        settings = filter(None, [measured.settings, self.captions, self.which])
+        return replace(measured, settings=" ".join(settings) or None)
 
     def find_kept(self) -> Path | None:
         """Return the folder in which generate.py or an evaluation kept these images, if there are enough."""
@@ -124,8 +136,7 @@ class Samples:
         if other:
             logger.info("The images in %s are not used: they were made with %s", self.folder, ", ".join(other))
             return None
-        first, _, last = record["seeds"].partition(",")[0].partition("-")
-        if first != "0" or int(last or 0) < self.seeds[-1]:
+        if not set(self.seeds) <= set(seeds_in(record)):
             return None
         found = len(open_images(str(self.folder), "--run_dir"))
         if found != record["images"]:

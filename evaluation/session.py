@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from common.errors import UserError, user_errors
@@ -27,7 +28,7 @@ from evaluation.watching import BestCheckpoint, appearing
 from generation.engine import Job
 from generation.generate_options import ConditionOptions
 from generation.methods import build_method
-from generation.sample_folder import read_record
+from generation.sample_folder import read_record, seeds_in
 from image_data.data_options import DataOptions
 from image_data.sources import load_images, spread
 from run_folder.config import ConditionalConfig
@@ -235,7 +236,8 @@ class Session:
         elif options.dataset_name or options.train_data_dir:
             named = "dataset_name dataset_config_name train_data_dir image_column cache_dir on_bad_image".split()
             data = DataOptions(**{name: getattr(options, name) for name in named})
-            images = EncodedImages(load_images(data, split), resolution)
+            interpolation = self.run.read_config().interpolation if self.run else data.interpolation
+            images = EncodedImages(load_images(data, split), resolution, interpolation=interpolation)
         else:
             return training_images(self.run.read_config(), split, options.cache_dir, num_workers)
         skipping = options.on_bad_image == "skip" and isinstance(images, EncodedImages)
@@ -287,8 +289,8 @@ class Session:
         else:
             logger.info("Its images are in %s", folder)
         images, seeds = open_images(str(folder), "--run_dir"), samples.seeds
-        # A folder of generate.py's begins with seed 0, another with the first of these.
-        chosen = torch.tensor(seeds if len(images) > seeds[-1] else range(samples.count))
+        # There may be images of other seeds too.
+        chosen = torch.tensor(np.searchsorted(seeds_in(read_record(folder)), seeds))
         batches = self.extractor.batches(images, chosen)
         batches = self.accuracy.observe(batches, seeds) if self.accuracy else batches
         features = self.extractor.extract(batches, samples.count, samples.job.model.name, identity=samples.identity)

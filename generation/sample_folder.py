@@ -18,7 +18,7 @@ from common.files import LOCK_FILE, check_folder, lock, write_atomically
 from common.interruption import stops_deferred
 from common.processes import Processes
 from generation.engine import InferenceSettings, Job, choose_batch_size, divide, generate
-from generation.generate_options import DEFAULT_IMAGES, OutputOptions, as_ranges
+from generation.generate_options import DEFAULT_IMAGES, ImageOptions, OutputOptions, as_ranges, seeds_of
 from generation.methods import METHOD_SETTINGS
 from generation.pictures import save_grid
 from generation.writers import IMAGES_PER_FOLDER, WRITERS, WRITTEN, ImageWriter, one_line_if_unwritable
@@ -53,6 +53,11 @@ def read_record(folder: Path) -> dict[str, Any] | None:
             f"{path}: is not what generate.py writes; move it away, or make the images anew with --overwrite"
         ) from error
     return record
+
+
+def seeds_in(record: dict[str, Any]) -> list[int]:
+    """Return the seeds of the images in a folder, in the order that the images are in, from its samples.json."""
+    return seeds_of(ImageOptions(seeds=record["seeds"]))
 
 
 class SampleFolder:

@@ -5,6 +5,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import preloaded
 import pytest
@@ -13,7 +14,7 @@ from conftest import run_script
 from evaluation_helpers import network, read_csv  # noqa: F401 (a fixture)
 
 from common.errors import UserError
-from conditions.guidance import ALL
+from conditions.guidance import ALL, GenerationCondition
 from evaluation import classifier
 from evaluation.classifier import Classifier, hold_out, load_classifier
 from evaluation.condition_accuracy import (
@@ -25,6 +26,7 @@ from evaluation.condition_accuracy import (
 )
 from evaluation.evaluate_options import EvaluationOptions
 from evaluation.image_sets import EncodedImages, batches_of, open_images
+from evaluation.samples import Samples
 from generation.generate_options import ConditionOptions
 from image_data.annotations import find_labels
 from image_data.data_options import DataOptions
@@ -276,3 +278,24 @@ def test_a_measurement_replaces_its_own_rows_and_no_others(tmp_path):
         values = [(row["settings"], row["value"]) for row in csv.DictReader(file)]
     assert values == [("guidance_scale=2.0", "4.5"), ("guidance_scale=1.0", "2.5")]
     assert describe_classes([row]) == "  cat  fid@5\u2020     3.5  against 7 real images, 50.0% correct"
+
+
+def test_a_row_says_whose_captions_were_drawn(tmp_path, monkeypatch):
+    """Of images of test captions and of training captions, both against the test images, there are two rows."""
+    monkeypatch.setattr("evaluation.samples.default_folder", lambda *_: tmp_path)
+    monkeypatch.setattr("evaluation.samples.prefers_channels_last", lambda *_: False)
+    model = SimpleNamespace(step=1, train_seconds=1.0, weights="ema", name="x", sha256="x")
+    method = SimpleNamespace(settings={"sampler": "ddpm", "num_inference_steps": 2})
+    reference = SimpleNamespace(describe=lambda: "photos[test]", fingerprint="0")
+
+    def settings_of(request: dict, **options: object) -> str | None:
+        job = SimpleNamespace(model=model, method=method, condition=GenerationCondition(request=request))
+        samples = Samples(job, range(2), EvaluationOptions(**options), SimpleNamespace(device=torch.device("cpu")))
+        return samples.describe(reference).settings
+
+    prompts, test = {"prompts": ["a dog", "a cat"]}, ["test"]
+    assert settings_of(prompts, split=test) == "guidance_scale=1.0 captions=test"
+    for split in ([], ["train"], ["train", "test"]):
+        assert settings_of(prompts, split=split) == "guidance_scale=1.0"
+    assert settings_of(prompts, split=test, real="photos") == "guidance_scale=1.0"
+    assert settings_of({"labels": ["dog"]}, split=test) == "guidance_scale=1.0"

@@ -15,7 +15,9 @@ from common.errors import UserError
 from common.files import save_safetensors
 from evaluation.evaluate_options import parse_evaluation
 from evaluation.statistics import Identity, named_statistics
+from image_data.data_options import DataOptions
 from image_data.decode import decode_image
+from image_data.sources import load_images
 from run_folder.config import TrainingConfig
 
 COUNT = 24
@@ -142,6 +144,7 @@ def test_real_images_are_brought_to_the_size_of_the_generated(evaluate, generate
 
 
 def test_the_images_of_a_run_are_resized_as_for_its_training(tmp_path):
+    from evaluation.image_sets import EncodedImages
     from evaluation.samples import training_images
 
     folder = write_folder(tmp_path / "wide", draw_images(2, seed=2, size=(32, 64)))
@@ -152,7 +155,25 @@ def test_the_images_of_a_run_are_resized_as_for_its_training(tmp_path):
         seen[interpolation] = images = training_images(config, "train", str(tmp_path / "cache"), 0)
         expected = decode_image(images.files.read(0), 3, 16, True, interpolation)
         np.testing.assert_array_equal(images.pixels(0), expected)
-    assert seen["bicubic"].fingerprint == seen["bicubic"].files.fingerprint != seen["bilinear"].fingerprint
+    assert seen["bicubic"].fingerprint == seen["bicubic"].files.fingerprint
+    # Of what tables have of a fingerprint, too, no two are the same; grey images are the same in one channel and three.
+    grey = TrainingConfig(train_data_dir=str(folder), resolution=16, channels="1")
+    seen["grey"] = training_images(grey, "train", str(tmp_path / "cache"), 0)
+    assert len({images.fingerprint[:8] for images in seen.values()}) == 3
+    digits = [EncodedImages(load_images(DataOptions("digits")), 8, channels) for channels in (1, 3)]
+    assert digits[0].fingerprint == digits[1].fingerprint
+
+
+def test_a_tiff_is_turned_once(tmp_path):
+    from evaluation.image_sets import open_images
+
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    for number in range(2):
+        Image.fromarray(draw_images(1, seed=number, size=(48, 32))[0]).save(tmp_path / f"{number}.tiff", exif=exif)
+    images = open_images(str(tmp_path), "--generated")
+    assert tuple(images.size) == (32, 48)
+    assert images.pixels(1).shape == (3, 32, 48)
 
 
 @pytest.mark.parametrize(("orientation", "quarter_turns"), [(6, 1), (9, 0)])

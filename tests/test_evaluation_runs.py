@@ -256,6 +256,23 @@ class TestRun:
         ]
         assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("0*.png")}
 
+    def test_each_set_is_measured_with_its_own_images(self, run, evaluate, tmp_path):
+        """The folder may lack a set that was measured without keeping it, or hold other images in between."""
+        import shutil
+
+        copy, flags = tmp_path / "run", [*SAMPLED, "--checkpoints=4"]
+        shutil.copytree(run, copy, ignore=shutil.ignore_patterns("evaluation*", "best*"))
+        evaluate(f"--run_dir={run}", *flags, "--repeats=3", f"--output_dir={tmp_path / 'expected'}")
+        evaluate(f"--run_dir={copy}", *flags)
+        evaluate(f"--run_dir={copy}", *flags, "--repeats=3", "--keep_images")
+        (folder,) = (copy / "generated").iterdir()
+        assert json.loads((folder / "samples.json").read_text())["seeds"] == "12-35"
+        found, expected = (
+            [metrics_in(row) for row in read_csv(path / "evaluation_results.csv")]
+            for path in (copy, tmp_path / "expected")
+        )
+        assert found == list(map(pytest.approx, expected))
+
     def test_results_are_on_the_disk_before_the_screen(self, measured_run, evaluate, tmp_path, monkeypatch):
         def closed(text, **given):
             raise BrokenPipeError

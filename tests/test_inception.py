@@ -174,7 +174,7 @@ def test_everything_is_what_torch_fidelity_finds_in_the_same_folders(folders, st
     mean, deviation = inception_score(generated.logits)
     assert mean == pytest.approx(theirs["inception_score_mean"], rel=1e-5)
     assert deviation == pytest.approx(theirs["inception_score_std"], rel=1e-3)
-    kernel, _ = kernel_distance(generated.features, real.features)
+    kernel, *_ = kernel_distance(generated.features, real.features)
     assert kernel == pytest.approx(theirs["kernel_inception_distance_mean"], abs=1e-6)
     neighbours = compare_neighbourhoods(
         *(Neighbourhoods.of(one.features, torch.device("cpu")) for one in (generated, real))

@@ -101,9 +101,8 @@ def test_kid_is_that_of_torch_fidelity_on_the_same_subsets(monkeypatch, generate
 
 def test_kid_of_whole_sets_is_that_of_clean_fid(generated, real):
     theirs = clean_fid_kernel_distance(generated[:300].numpy(), real.numpy(), num_subsets=1)
-    mean, deviation = kernel_distance(generated[:300], real)
-    assert mean == pytest.approx(theirs, abs=1e-6)
-    assert deviation == 0
+    # Of the only subset that there is, nobody knows how far it is off.
+    assert kernel_distance(generated[:300], real) == (pytest.approx(theirs, abs=1e-6),)
 
 
 def neighbour_metrics(generated: torch.Tensor, real: torch.Tensor) -> dict[str, float]:
