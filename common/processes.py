@@ -263,7 +263,9 @@ def start_processes(options: ProcessOptions) -> Processes:
             f"the processes cannot meet at {meeting} ({reason_of(error)}); if the port is taken, name another one with "
             f"torchrun --master_port, accelerate launch --main_process_port, or MASTER_PORT"
         ) from error
-    if precision == "fp16" and accelerator.scaler is None:
+    # The fused optimiser of MPS applies what overflows.
+    without_scaler = accelerator.scaler is None or not accelerator.scaler.is_enabled()
+    if precision == "fp16" and (without_scaler or accelerator.device.type == "mps"):
         raise UserError(f"--mixed_precision fp16: not available on {accelerator.device.type}; use bf16 or no")
     if accelerator.num_processes != world_size:
         raise UserError(
@@ -365,11 +367,15 @@ def _patience_of_device() -> timedelta:
     return LOST_ON_DEVICE_AFTER if torch.cuda.is_available() else LOST_AFTER
 
 
+def wants_cpu() -> bool:
+    """Return whether accelerate was told to leave the GPUs alone."""
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in YES
+
+
 def check_cuda() -> None:
     """Raise if there is an NVIDIA driver that torch cannot use: days on the CPU are what nobody meant."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
-    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    if torch.accelerator.is_available() or hidden or wants_cpu or not NVIDIA_DRIVER.exists():
+    if torch.accelerator.is_available() or hidden or wants_cpu() or not NVIDIA_DRIVER.exists():
         return
     built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built for the CPU alone"
     driver = next(iter(re.findall(r"\d+\.\d[\d.]*", NVIDIA_DRIVER.read_text(errors="replace"))), "?")
@@ -399,5 +405,5 @@ def _join_again(world_size: int) -> None:
     """
     store, rank, _ = next(dist.rendezvous("env://"))
     attempt = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = "nccl" if torch.cuda.is_available() and not wants_cpu() else "gloo"
     dist.init_process_group(backend, store=attempt, rank=rank, world_size=world_size, timeout=_patience_of_device())

@@ -142,7 +142,7 @@ def prior_bits(images: torch.Tensor, scheduler: ExactDDPMScheduler) -> torch.Ten
     return (a_t * squares - a_t - torch.log1p(-a_t)) / (2 * math.log(2))
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode, in which autocast would cast every weight anew at every step
 def measure_batch(
     predict: Predict,
     scheduler: ExactDDPMScheduler,
@@ -178,7 +178,8 @@ class Likelihood:
 
     def __init__(self, options: EvaluationOptions, processes: Processes):
         self.options, self.processes = options, processes
-        models = find_models(options.run_dir, options.checkpoints, options.weights) if processes.is_main else None
+        looks = processes.is_local_main  # every machine fetches what is on the Hub
+        models = find_models(options.run_dir, options.checkpoints, options.weights) if looks else None
         self.models: list[SavedModel] = processes.broadcast(models)
         self.output_dir = Path(options.output_dir).expanduser() if options.output_dir else self.models[0].home
         workers = options.num_workers

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from common.errors import UserError, user_errors
+from common.errors import RunFailed, UserError, user_errors
 from common.files import LOCK_FILE, check_folder, lock, write_atomically
 from common.interruption import stops_deferred
 from common.processes import Processes
@@ -188,6 +188,11 @@ class SampleFolder:
         self.writer.wait()
         processes.barrier()
         if processes.is_main:
+            if missing := sorted(set(self.all_seeds) - self.writer.existing()):
+                raise RunFailed(
+                    f"{self.path}: the images of seeds {as_ranges(missing)} are not there, though they were made "
+                    f"(another machine's files can be late); start the same command again to complete them"
+                )
             # That they cannot be written is said otherwise: these were there before.
             with user_errors(
                 f"{self.path}: images in it are damaged; --overwrite makes them anew", OSError, ValueError

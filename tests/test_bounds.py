@@ -308,6 +308,18 @@ def test_a_driver_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(tmp_pat
             common.processes.check_cuda()
 
 
+def test_processes_that_were_told_to_use_the_cpu_meet_again_without_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda _: iter([(torch.distributed.HashStore(), 0, 2)]))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    backends = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: backends.append(backend))
+    common.processes._join_again(2)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    common.processes._join_again(2)
+    assert backends == ["nccl", "gloo"]
+
+
 def test_a_port_in_use_is_one_line(monkeypatch):
     from accelerate.state import AcceleratorState
 

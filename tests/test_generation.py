@@ -97,6 +97,22 @@ def test_an_interrupted_job_on_two_processes_ends_in_the_same_files(run, tmp_pat
     assert hashes(tmp_path / "two") == hashes(tmp_path / "one")
 
 
+@pytest.mark.parametrize("kind", ["png", "npz", "parquet"])
+def test_files_that_are_late_do_not_make_a_folder_that_is_short(kind, run, tmp_path, monkeypatch):
+    """Over a network the main process may not see yet what another machine has written."""
+    from generation import writers
+
+    flags = [run, "--ddim", "--num_inference_steps=2", "--num_images=6", "--batch_size=2", f"--format={kind}"]
+    with monkeypatch.context() as patch:
+        existing = writers.WRITERS[kind].existing
+        patch.setattr(writers.WRITERS[kind], "existing", lambda writer: existing(writer) - {2, 3})
+        with pytest.raises(RunFailed, match="the images of seeds 2-3 are not there, though they were made .* again"):
+            generate(*flags, f"--output_dir={tmp_path / 'out'}")
+    assert not record(tmp_path / "out")["complete"]
+    generate(*flags, f"--output_dir={tmp_path / 'out'}")
+    assert record(tmp_path / "out")["complete"]
+
+
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 def test_between_batch_sizes_a_grey_level_here_and_there(batch_size, run, reference, tmp_path):
     generate(run, *FAST, f"--batch_size={batch_size}", f"--output_dir={tmp_path / 'out'}")

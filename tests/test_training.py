@@ -355,6 +355,19 @@ def test_fp16_needs_a_device_that_has_it(train, tmp_path):
             train(tmp_path / "run", "--mixed_precision=fp16")
 
 
+@pytest.mark.parametrize(("device", "enabled"), [("mps", True), ("cuda", False)])
+def test_fp16_needs_a_scaler_that_works(device, enabled, monkeypatch):
+    """On Apple GPUs the fused optimiser would apply gradients that overflow."""
+    from common.processes import start_processes
+
+    scaler = SimpleNamespace(is_enabled=lambda: enabled)
+    monkeypatch.setattr(
+        "accelerate.Accelerator", lambda **_: SimpleNamespace(scaler=scaler, device=torch.device(device))
+    )
+    with pytest.raises(UserError, match=f"--mixed_precision fp16: not available on {device}; use bf16 or no"):
+        start_processes(SimpleNamespace(mixed_precision="fp16", allow_tf32=False))
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_bf16_that_is_emulated_is_announced(train, tmp_path, monkeypatch, capsys, known):
     capabilities = {**torch.cpu.get_capabilities(), "architecture": "x86_64", "amx_bf16": False, "avx512_bf16": known}

@@ -30,6 +30,7 @@ from conditions.guidance import GenerationCondition, Guidance
 from evaluation import samples
 from evaluation.evaluate_options import parse_evaluation
 from evaluation.image_sets import as_rgb
+from evaluation.likelihood import measure_batch
 from generation.engine import LONGEST_PASS, InferenceSettings, idle_share
 from image_data.batches import Batch
 from run_folder.config import parse_config
@@ -334,7 +335,8 @@ def test_denoising_steps_are_in_float32():
 
 
 @pytest.mark.parametrize("kind", ["saved", "moving average"])
-def test_weights_are_cast_once_for_all_steps(kind, tiny_network):
+@pytest.mark.parametrize("task", ["images", "bits per dimension"])
+def test_weights_are_cast_once_for_all_steps(task, kind, tiny_network):
     unet = UNet2DModel.from_config(UNet2DModel.load_config(tiny_network)).eval()
     if kind == "moving average":
         unet = build_ema(parse_config(["--dataset_name=digits"]), unet).ema_model.eval()
@@ -347,7 +349,12 @@ def test_weights_are_cast_once_for_all_steps(kind, tiny_network):
         return output
 
     with torch.autocast("cpu", torch.bfloat16):
-        denoise(predict, DDIM(build_scheduler(), 4), torch.arange(2), (1, 8, 8))
+        if task == "images":
+            denoise(predict, DDIM(build_scheduler(), 4), torch.arange(2), (1, 8, 8))
+        else:
+            measure_batch(
+                predict, build_scheduler("linear", 4), torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.arange(2)
+            )
     assert casts[0] > 50 + casts[1]
     assert casts[1:] == [casts[1]] * 3
 

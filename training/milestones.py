@@ -124,6 +124,7 @@ class Milestones:
         self.check_replicas(state)
         if self.processes.is_main:
             self.writer.save(state, with_snapshot=regular)
+        self.processes.barrier()  # the main process may still have been writing the one before
 
     def check_replicas(self, state: TrainingState) -> None:
         """Raise unless every process has the same weights and moving average, to the bit."""
@@ -140,7 +141,7 @@ class Milestones:
     def _worth_a_grid(self, state: TrainingState) -> bool:
         """Tell whether the grid at the end takes at most a minute, or at most as long as the training did."""
         seeds, inputs = self._my_samples()
-        with torch.inference_mode(), self.processes.accelerator.autocast():
+        with torch.no_grad(), self.processes.accelerator.autocast():
             probe = torch.zeros(len(seeds), *self.shape, device=self.processes.device)
             for _ in range(2):  # the first pass warms up, the second counts
                 start = time.perf_counter()

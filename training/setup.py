@@ -341,6 +341,7 @@ def opened(run: Run) -> Iterator[None]:
         write_atomically(folder.config_file, as_yaml(config))
         write_atomically(folder.audit_file, json.dumps([astuple(row) for row in rows], indent=1) + "\n")
         folder.write_condition(run.condition)
+    processes.barrier()  # a text encoder may take long to write, and what follows does not wait long
     run.over_at_start = run.is_over()
     # Before the exchange of gradients is wrapped around it. Grids are drawn with `state.unet`, which stays as it is.
     if config.compile:
