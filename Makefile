@@ -49,7 +49,7 @@ format: .venv/.installed-dev
 	@$(ENVIRONMENT) -m ruff format .
 
 clean:
-	rm -rf .venv runs .pytest_cache .ruff_cache
+	rm -rf .venv .pytest_cache .ruff_cache  # not runs/, which holds what cost days
 
 $(ENVIRONMENT):
 	$(PYTHON) -m venv .venv

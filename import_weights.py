@@ -54,8 +54,8 @@ def parse(arguments: list[str]) -> Options:
     path, folder = paths_of(options)
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
-    if check_folder(folder) and any(folder.iterdir()):
-        raise UserError(f"--output_dir {folder}: is not empty; name a new folder")
+    if folder.name in ("", "..") or (check_folder(folder) and any(folder.iterdir())):
+        raise UserError(f"--output_dir {folder}: must be a new or empty folder, and not the current one")
     return options
 
 

@@ -116,8 +116,8 @@ def check(options: PrepareOptions, source: Path, output: Path) -> bool:
     with unpacked(source, output) as folder:
         collection, splits = find_photos(options, folder, output)
         findings = gather_findings(collection, splits, options.resolution, options.num_workers)
+        write_atomically(output / "report.json", json.dumps(asdict(findings), indent=1))
         draw_contact_sheet(collection, findings, output / "contact_sheet.png")
-    write_atomically(output / "report.json", json.dumps(asdict(findings), indent=1))
     print(summary(findings))
     print(f"report: {output / 'report.json'}, {output / 'contact_sheet.png'}")
     return not findings.hurts

@@ -37,7 +37,7 @@ from generation.engine import InferenceSettings, Job, RunningNetwork, choose_bat
 from generation.generate_options import ConditionOptions
 from image_data.annotations import fill_templates, find_captions, find_labels
 from image_data.data_options import DataOptions
-from image_data.sources import load_images, splits_of, spread
+from image_data.sources import load_split, splits_of, spread
 from run_folder.config import ConditionalConfig, TrainingConfig
 from run_folder.folder import LIKELIHOOD_TABLE, LIKELIHOODS, RunFolder
 from run_folder.saved_model import SavedModel, find_models
@@ -224,7 +224,7 @@ class Likelihood:
             raise UserError(f"--nll: choose one of the splits with --split: {', '.join(there)}")
         if not options.split and len(splits) < len(SPLITS):
             logger.info("The data have no other split than %s", splits[0])
-        opened = [EncodedImages(load_images(data, split), size, channels, data.interpolation) for split in splits]
+        opened = [EncodedImages(load_split(data, split), size, channels, data.interpolation) for split in splits]
         skipping = "skip" in (options.on_bad_image, data.on_bad_image)
         return [images.without_bad(self.num_workers) for images in opened] if skipping else opened
 

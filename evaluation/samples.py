@@ -26,7 +26,7 @@ from generation.sample_folder import (
     read_record,
     seeds_in,
 )
-from image_data.sources import load_images
+from image_data.sources import load_split
 from run_folder.checkpoints import WEIGHTS, checkpoints
 from run_folder.config import TrainingConfig
 from run_folder.folder import RECORD, RunFolder
@@ -75,7 +75,7 @@ def _pipeline_beside(run: RunFolder, models: list[SavedModel]) -> list[SavedMode
 
 def training_images(config: TrainingConfig, split: str, cache_dir: str | None, num_workers: int) -> EncodedImages:
     """Open the very images that a run was trained on, or another split, at its resolution, cropped at the centre."""
-    source = load_images(replace(config, cache_dir=cache_dir), split)
+    source = load_split(replace(config, cache_dir=cache_dir), split)
     images = EncodedImages(source, config.resolution, int(config.channels), config.interpolation)
     return images.without_bad(num_workers) if config.on_bad_image == "skip" else images
 

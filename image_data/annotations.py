@@ -101,9 +101,10 @@ def _labels_of_column(source: ImageSource, column: str) -> Labels:
 
 
 def _labels_of_folders(source: ImageSource) -> Labels:
-    folders = [Path(source.describe(row)).parent.name for row in range(len(source))]
+    are_files = Path(source.describe(0)).is_absolute()  # of a table every row has all of its image's bytes
+    folders = [Path(source.describe(row)).parent.name for row in range(len(source))] if are_files else []
     names = sorted(set(folders))
-    if not Path(source.describe(0)).is_absolute() or len(names) < 2:
+    if len(names) < 2:
         columns = ", ".join(source.annotation_columns)
         advice = f"name the column with --label_column, one of: {columns}" if columns else "put each into a folder"
         raise UserError(f"{source} has neither a column of classes nor a folder for each; {advice}")

@@ -156,14 +156,20 @@ class Inspected(NamedTuple):
     grey: np.ndarray  # uint8 [side, side]: all of it, in small
 
 
-def inspect_image(data: bytes, side: int) -> Inspected:
-    """Read all of an image, as `decode_image` does, but of a JPEG compute only as many pixels as are looked at."""
+def inspect_image(data: bytes, side: int, resolution: int | None = None) -> Inspected:
+    """Read all of an image, as `decode_image` does, but of a JPEG compute only as many pixels as are looked at.
+
+    It must be possible to bring it to the resolution, if there is one.
+    """
     with errors_as_undecodable():
         image = _open(data)
         size, mode, kind = image.size, image.mode, image.format
         image.draft("L", (2 * side, 2 * side))
         grey = _upright(image, data, "L").resize((side, side), Image.Resampling.BICUBIC)
-        return Inspected(*_turned(size, _orientation(image)), mode, kind, np.asarray(grey))
+        upright = _turned(size, _orientation(image))
+        if resolution is not None:
+            _resized(upright, resolution)
+        return Inspected(*upright, mode, kind, np.asarray(grey))
 
 
 def _open(data: bytes) -> ImageFile.ImageFile:

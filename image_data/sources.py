@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 DIGITS = "digits"
 MOST_NAMED = 5
 TABLES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # that `datasets` reads in a folder of images
+SPLITS_OF_PREPARE_DATA = {"train_data": "train", "eval_data": "test"}  # with --sysu_folders
 SAMPLED_FOR_CHANNELS = 256
 
 
@@ -118,8 +119,7 @@ def load_images(options: DataOptions, split: str = "train") -> ImageSource:
     # `datasets` derives it from the files' names and modification times, from the Hub's commit, or from the content.
     fingerprint = dataset._fingerprint
     # Folders are sorted by class, and the first rows would be of one class alone.
-    limit = options.max_train_samples if split == "train" else None
-    rows = spread(len(dataset), limit or len(dataset))
+    rows = spread(len(dataset), options.max_train_samples or len(dataset))
     if len(rows) < len(dataset):
         dataset = dataset.select(rows)
     try:
@@ -130,6 +130,11 @@ def load_images(options: DataOptions, split: str = "train") -> ImageSource:
     identity = (fingerprint, split, image_column, len(rows))
     fingerprint = hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
     return ImageSource(dataset, image_column, name, split, fingerprint, rows)
+
+
+def load_split(options: DataOptions, split: str) -> ImageSource:
+    """Open the images that a run with these options is trained on, or all of another split."""
+    return load_images(options if split == "train" else replace(options, max_train_samples=None), split)
 
 
 def splits_of(options: DataOptions) -> list[str]:
@@ -204,11 +209,11 @@ def _load_image_folder(options: DataOptions) -> "dict[str, Dataset] | DatasetDic
 
     folder = options.train_data_dir
     path = _existing_folder(folder, "--train_data_dir")
-    roots = _split_folders(path) or {"train": path}
-    splits = {name: _folders_with_images(root, options.on_bad_image) for name, root in roots.items()}
-    splits = {name: folders for name, folders in splits.items() if folders}
-    if not splits:
+    found = _folders_with_images(path, options.on_bad_image)
+    if not found:
         raise UserError(f"--train_data_dir {folder}: there are no images in this folder ({path})")
+    roots = _split_folders(path, found) or {"train": path}
+    splits = {name: [each for each in found if Path(each.path).is_relative_to(root)] for name, root in roots.items()}
     if not all(each.is_plain for folders in splits.values() for each in folders):
         return call_in_child(functools.partial(_read_image_folder, folder, splits, _cache_of_datasets(options)))
     try:
@@ -277,7 +282,11 @@ def _folders_with_images(path: str, on_bad_image: str) -> list[_Folder]:
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
     found, unread, seen = [], [], set()
-    for folder, sub_folders, files in os.walk(path, followlinks=True):
+
+    def cannot_be_searched(error: OSError) -> None:
+        unread.append(f"{printable(error.filename)}{os.sep} ({error.strerror})")
+
+    for folder, sub_folders, files in os.walk(path, onerror=cannot_be_searched, followlinks=True):
         seen.add(os.path.realpath(folder))
         sub_folders[:] = [
             name
@@ -320,18 +329,33 @@ def leave_out(unread: list[str], on_bad_image: str) -> None:
     logger.warning("%d image file(s) cannot be read and are left out: %s", len(unread), listed)
 
 
-def _split_folders(path: str) -> dict[str, str]:
-    """Return the sub-folders by split if every one is named after a split (as in train/ and test/), else nothing."""
+def _split_folders(path: str, found: list[_Folder]) -> dict[str, str]:
+    """Return the folder of each split if all images are in such (as in train/ and test/), nothing if there are none.
+
+    Raise if it is not clear: images that were set aside for a test must not be trained on without a word.
+    """
     from datasets.data_files import SPLIT_KEYWORDS
 
     split_of = {keyword: str(split) for split, keywords in SPLIT_KEYWORDS.items() for keyword in keywords}
-    # Not entry.is_dir(), which raises for a link that leads to itself.
-    folders = sorted(
-        entry.name for entry in os.scandir(path) if os.path.isdir(entry.path) and not entry.name.startswith(".")
-    )
-    if any(folder.lower() not in split_of for folder in folders):
+    split_of |= SPLITS_OF_PREPARE_DATA
+    folders = sorted({Path(each.path).relative_to(path).parts[0] for each in found if each.path != path})
+    named = {folder: split_of[folder.lower()] for folder in folders if folder.lower() in split_of}
+    if not named:
         return {}
-    return {split_of[folder.lower()]: os.path.join(path, folder) for folder in folders}
+    beside = [folder for folder in folders if folder not in named]
+    beside += ["images"] if any(each.path == path and each.images for each in found) else []
+    beside += [table for table in TABLES if os.path.exists(os.path.join(path, table))]
+    splits = set(named.values())
+    if not beside and len(splits) == len(named):
+        return {split: os.path.join(path, folder) for folder, split in named.items()}
+    if splits == {"train"} and set(beside) <= set(folders):
+        logger.warning("%s: %s is taken for a class, as %s are", path, ", ".join(named), ", ".join(beside))
+        return {}
+    problem = f"{', '.join(beside)} beside them" if beside else "two of them for one split"
+    raise UserError(
+        f"--train_data_dir {path}: has folders of splits ({', '.join(named)}) and {problem}; name the folder to train "
+        f"on, such as {os.path.join(path, list(named)[-1])}, or move the rest elsewhere"
+    )
 
 
 def _load_local_folder(options: DataOptions) -> "dict[str, Dataset] | DatasetDict":

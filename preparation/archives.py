@@ -23,7 +23,7 @@ from common.files import printable
 from common.interruption import stop_if_requested
 from common.progress import progress_bar
 from image_data.decode import IMAGE_SUFFIXES, LARGEST_FILE
-from preparation.photo_files import HIDDEN
+from preparation.photo_files import is_hidden
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,8 @@ def _unpack(archive: Path, folder: Path) -> None:
             if posixpath.isabs(name) or ".." in name.split("/") or re.match(r"[A-Za-z]:", name) or "\0" in name:
                 # No honest archive has such a name; of one that has it, nothing is used.
                 raise UserError(f"{archive}: refused, because '{printable(name)}' in it leads out of the folder")
-            hidden = any(part.startswith(HIDDEN) for part in path.split("/"))
+            *folders, file = path.split("/")
+            hidden = is_hidden(file, is_folder=False) or any(is_hidden(name, is_folder=True) for name in folders)
             if hidden or member.kind == "folder" or posixpath.splitext(path)[1].lower() not in WANTED:
                 continue
             if shutil.disk_usage(folder).free - member.size < DISK_LEFT_FREE:

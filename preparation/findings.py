@@ -1,9 +1,11 @@
 """What is in a collection of photos, and what of it would hurt a training."""
 
+import contextlib
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,11 +68,11 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
 
-def _inspect(photo: Photo) -> PhotoProperties | str:
+def _inspect(resolution: int | None, photo: Photo) -> PhotoProperties | str:
     """Return the properties of a photo, or the reason why it cannot be read."""
     try:
         data = read_image_file(photo.path)
-        image = inspect_image(data, HASHED_SIDE)
+        image = inspect_image(data, HASHED_SIDE, resolution)
     except UndecodableImage as error:
         return str(error)
     except MemoryError:
@@ -139,7 +141,8 @@ def gather_findings(
     collection: Collection, splits: dict[str, list[Photo]], resolution: int | None, num_workers: int
 ) -> Findings:
     """Look at every photo, and return everything that there is to say about them."""
-    inspected = process_files(_inspect, collection.photos, num_workers, "Checking", "the same command begins anew")
+    inspect, advice = partial(_inspect, resolution), "the same command begins anew"
+    inspected = process_files(inspect, collection.photos, num_workers, "Checking", advice)
     outcomes = {photo.name: outcome for photo, outcome in zip(collection.photos, inspected, strict=True)}
     unreadable = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)}
     readable = {name: outcome for name, outcome in outcomes.items() if name not in unreadable}
@@ -258,8 +261,9 @@ def draw_contact_sheet(collection: Collection, findings: Findings, path: Path) -
     for row, (title, members) in enumerate(rows):
         draw.text((6, row * step + step // 2 - 8), printable(title)[:20], "black", font)
         for column, photo in enumerate(members[:SHEET_COLUMNS]):
-            pixels = decode_image(read_image_file(photo.path), 3, SHEET_THUMBNAIL, center_crop=True)
-            sheet.paste(Image.fromarray(pixels.transpose(1, 2, 0)), (SHEET_MARGIN + column * step, row * step))
+            with contextlib.suppress(UndecodableImage):  # one that is hundreds of times as long as it is wide
+                pixels = decode_image(read_image_file(photo.path), 3, SHEET_THUMBNAIL, center_crop=True)
+                sheet.paste(Image.fromarray(pixels.transpose(1, 2, 0)), (SHEET_MARGIN + column * step, row * step))
     sheet.save(path)
 
 

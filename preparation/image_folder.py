@@ -40,7 +40,7 @@ MANIFEST = "prepared.json"
 METADATA = "metadata.jsonl"
 FORMAT_VERSION = 1
 SUFFIXES = (".png", ".jpg", ".webp")
-OWN_NAME = re.compile(r"-[0-9a-f]{8}\.(png|jpg|webp)$")
+OWN_NAME = re.compile(r"-[0-9a-f]{8}([0-9a-f]{24})?\.(png|jpg|webp)$")
 LONGEST_NAME = 80  # of the 255 bytes that file systems allow
 
 
@@ -112,10 +112,14 @@ def plan(
 ) -> list[Target]:
     """List what is to be written where; `squares` is the folder of a second, square copy of those for evaluation."""
     square_format = replace(output_format, center_crop=True, channels=output_format.channels or 3)
-    targets = []
+    targets, taken = [], set()
     for split, photos in splits.items():
         for photo in photos:
-            targets.append(Target(photo, folders.get(split, split), _stem(photo), output_format))
+            folder, stem = folders.get(split, split), stem_of(photo)
+            if (folder, stem) in taken:  # as a few are among a million photos of one name
+                stem = stem_of(photo, digest_size=16)
+            taken.add((folder, stem))
+            targets.append(Target(photo, folder, stem, output_format))
             if squares is not None and split != "train":
                 targets.append(targets[-1]._replace(folder=squares, format=square_format))
     return targets
@@ -241,9 +245,9 @@ def _encode(data: bytes, output_format: OutputFormat) -> tuple[bytes, str]:
     return file.getvalue(), ".png"
 
 
-def _stem(photo: Photo) -> str:
+def stem_of(photo: Photo, digest_size: int = 4) -> str:
     """Return a name that any tool and file system takes, in a folder named after the label; hashes keep them apart."""
-    name = f"{_plain(os.path.splitext(os.path.basename(photo.name))[0])}-{_hash(photo.name)}"
+    name = f"{_plain(os.path.splitext(os.path.basename(photo.name))[0])}-{_hash(photo.name, digest_size)}"
     if photo.label is None:
         return name
     plain = _plain(photo.label)
@@ -255,5 +259,5 @@ def _plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", ascii_only).strip("._-")[:LONGEST_NAME] or "image"
 
 
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+def _hash(text: str, digest_size: int = 4) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=digest_size).hexdigest()

@@ -106,6 +106,9 @@ def _table_of_images(folder: Folder) -> list[Photo] | None:
     on_disk = {portable(name): name for name in folder.images}
     if not named and not any(portable(str(row.get(file_column))) in on_disk for _, row in rows):
         return None  # a table of something else
+    # Without a column for them, classes are folders, if there are several and every image is in one.
+    are_folders = len(folder.sub_folders) > 1 and all("/" in name for name in folder.images)
+    are_folders &= label_column is None and not any(name.lower() in SPLITS for name in folder.sub_folders)
     photos = []
     for number, row in rows:
         name = row.get(file_column)
@@ -117,7 +120,8 @@ def _table_of_images(folder: Folder) -> list[Photo] | None:
             name = posixpath.normpath(name)
             caption = row.get(caption_column)
             caption = tuple(map(str, caption)) or None if isinstance(caption, list) else _text(caption)
-            photo = _photo(folder, on_disk.get(portable(name), name), _text(row.get(label_column)))
+            label = portable(name.partition("/")[0]) if are_folders else _text(row.get(label_column))
+            photo = _photo(folder, on_disk.get(portable(name), name), label)
             photos.append(replace(photo, caption=caption))
     for name in sorted(set(on_disk) - {photo.name for photo in photos}):
         folder.left_out[name] = f"not in {table.name}"

@@ -7,7 +7,10 @@ from pathlib import Path
 from common.files import LOCK_FILE, portable
 from image_data.decode import IMAGE_SUFFIXES
 
-HIDDEN = (".", "__")  # what systems and archivers leave behind: .DS_Store, ._photo.jpg, __MACOSX
+
+def is_hidden(name: str, is_folder: bool) -> bool:
+    """Return whether this is what systems and archivers leave behind: .DS_Store, ._photo.jpg, the folder __MACOSX."""
+    return name.startswith(".") or (is_folder and name.startswith("__"))
 
 
 @dataclass
@@ -53,9 +56,10 @@ def find_files(path: Path, leave_out: Path | None = None) -> Folder:
             continue  # a run, a prepared folder or a report of ours, made among the photos
         for entry in entries:
             below = f"{name}/{entry.name}" if name else entry.name
-            if entry.name.startswith(HIDDEN):
+            is_folder = os.path.isdir(entry.path)
+            if is_hidden(entry.name, is_folder):
                 continue
-            if os.path.isdir(entry.path):
+            if is_folder:
                 (linked if entry.is_symlink() else pending).append(below)
             else:
                 is_image = os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES

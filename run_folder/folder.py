@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -232,7 +233,8 @@ def check_disk(config: TrainingConfig, num_parameters: int) -> None:
             f"--output_dir {config.output_dir}: {_size(free)} are free on its disk, but a checkpoint takes "
             f"{_size(checkpoint)} and two must fit; free some space or choose another disk"
         )
-    wanted = (config.checkpoints_total_limit + 1) * checkpoint
+    kept = config.max_train_steps // math.lcm(config.keep_every, config.checkpointing_steps) if config.keep_every else 0
+    wanted = (config.checkpoints_total_limit + 1 + kept) * checkpoint
     if config.ema == "power":
         # Two averages in float16, two bytes each.
         count, snapshot = -(-config.max_train_steps // config.checkpointing_steps), num_parameters * 4
@@ -245,7 +247,7 @@ def check_disk(config: TrainingConfig, num_parameters: int) -> None:
     if free < wanted:
         logger.warning(
             f"{_size(free)} are free on the disk of {config.output_dir}; what the run will keep there takes "
-            f"{_size(wanted)}: consider a lower --checkpoints_total_limit"
+            f"{_size(wanted)}: consider a lower --checkpoints_total_limit{' or a larger --keep_every' * (kept > 0)}"
         )
 
 
@@ -429,7 +431,7 @@ def remove_run(config: TrainingConfig) -> None:
     for entry in run.path.iterdir():
         is_added = any(fnmatch(entry.name, pattern) for pattern in added)
         if entry.name != LOCK_FILE and (is_added or is_of_a_run(entry.name, config)):
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def is_of_few_images(column: str) -> bool:

@@ -52,6 +52,13 @@ def classes(root, counts, first=0):
     return root
 
 
+def test_a_photo_that_is_much_longer_than_wide_is_reported(report, tmp_path):
+    photos = classes(tmp_path / "photos", {"cat": 20, "dog": 20})
+    put(photos / "cat/line.png", encoded(Image.new("RGB", (1, 12_000))))
+    assert report(photos)[1]["unreadable"] == {}  # at its own size there is nothing wrong with it
+    assert "too narrow to be resized: 1x12000" in report(photos, "--resolution=256")[1]["unreadable"]["cat/line.png"]
+
+
 def test_a_healthy_collection(report, tmp_path):
     code, found, printed = report(classes(tmp_path / "photos", {"cat": 20, "dog": 20}), "--resolution=32")
     assert code == 0
@@ -299,10 +306,10 @@ def test_a_signal_stops_the_check(report, tmp_path, monkeypatch):
     root = classes(tmp_path / "photos", {"cat": 20, "dog": 20})
     inspect = findings_room._inspect
 
-    def stopped(photo):
+    def stopped(resolution, photo):
         if photo.name == "cat/003.jpg":
             os.kill(os.getpid(), signal.SIGINT)
-        return inspect(photo)
+        return inspect(resolution, photo)
 
     monkeypatch.setattr(findings_room, "_inspect", stopped)
     before = signal.getsignal(signal.SIGINT)

@@ -366,7 +366,7 @@ class TestFiles:
 
     def test_a_folder_that_is_not_empty(self, import_weights, original):
         import_weights(under_port_names(original))
-        with pytest.raises(UserError, match="is not empty; name a new folder"):
+        with pytest.raises(UserError, match="must be a new or empty folder"):
             import_weights(under_port_names(original))
 
     def test_generate_and_evaluate_take_it(self, import_weights, original, tmp_path, cache_dir):

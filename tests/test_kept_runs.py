@@ -157,6 +157,8 @@ def test_a_run_is_no_checkpoint_and_no_folder_of_photos(run, train, tmp_path):
         train(tmp_path / "other", *FLAGS, f"--resume_from_checkpoint={run}")
     with pytest.raises(UserError, match="is a run, not a folder of photos; to continue it, use --config .*config.yaml"):
         run_training(tmp_path / "other", [f"--train_data_dir={run}"])
+    with pytest.raises(UserError, match="is inside --train_data_dir .*photos, where the run's samples would be taken"):
+        run_training(tmp_path / "photos" / "runs" / "ddpm", [f"--train_data_dir={tmp_path / 'photos'}"])
 
 
 def test_overwriting_leaves_nothing_of_the_old_run(run, train):
@@ -164,6 +166,9 @@ def test_overwriting_leaves_nothing_of_the_old_run(run, train):
         (run / name).mkdir(parents=True)
         (run / name / "old.png").touch()
     (run / "likelihood.csv").touch()
+    elsewhere = run.parent / "samples elsewhere"  # as on a larger disk
+    (run / "samples").rename(elsewhere)
+    (run / "samples").symlink_to(elsewhere)
     train(run, *FLAGS, "--overwrite", "--max_train_steps=1")
     assert not {"likelihood", "likelihood.csv", "figures", "generated"} & {path.name for path in run.iterdir()}
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-1"]

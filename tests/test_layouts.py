@@ -117,6 +117,24 @@ def test_a_table_of_captions(tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["cat/1.png", "dog/2.png"], ["cat", "dog"]),
+        (["cat/1.png", "2.png"], [None, None]),
+        (["train/1.png", "test/2.png"], [None, None]),
+        (["all/1.png", "all/2.png"], [None, None]),
+    ],
+)
+def test_class_folders_with_a_table_of_captions_keep_their_classes(tmp_path, names, labels):
+    collection(tmp_path, names)
+    (tmp_path / "metadata.csv").write_text(
+        "".join(f"{line}\n" for line in ("file_name,text", *(f"{name},a pet" for name in names)))
+    )
+    found = {photo.name: (photo.label, photo.caption) for photo in recognise(tmp_path).photos}
+    assert found == {name: (label, "a pet") for name, label in zip(names, labels, strict=True)}
+
+
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
 def test_a_csv_of_captions(tmp_path, separator):
     collection(tmp_path, ["a/1.png", "a/2.png"])

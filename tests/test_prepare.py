@@ -147,6 +147,24 @@ def test_several_captions_of_an_image(run, tmp_path):
     assert loaded["caption"][:] == [["one", "uno"], ["two"], [""]]
 
 
+def test_names_whose_hashes_are_equal_are_two_files(run, tmp_path):
+    """Among a million photos of one name about a hundred pairs agree in 32 bits; these two do."""
+    name_of, names = {}, []
+    for name in (f"{number:07}/кот.png" for number in range(10**6)):
+        names = name_of.setdefault(image_folder._hash(name), name), name
+        if names[0] != name:
+            break
+    source = collection(tmp_path / "in", names)
+    rows = [{"file_name": name, "text": name} for name in names]
+    (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for _ in range(2):
+        run(source, tmp_path / "out", "--eval_fraction=0")
+        written = {row["caption"]: row["file_name"] for row in table(tmp_path / "out/train")}
+        assert sorted(written) == sorted(names)
+        assert len(set(written.values())) == 2
+        assert all((tmp_path / "out/train" / file).exists() for file in written.values())
+
+
 def test_a_second_call_does_only_what_is_missing(pets, run, tmp_path, capsys):
     out = tmp_path / "out"
     run(pets, out, "--resolution=8", "--eval_fraction=0")

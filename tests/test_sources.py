@@ -1,5 +1,6 @@
 """From what a user names to rows of image files: every kind of data set, and every mistake in naming one."""
 
+import errno
 import io
 import json
 import os
@@ -15,6 +16,8 @@ from image_helpers import GIGABYTE, ROOT, everything, image_folder, image_option
 from PIL import Image
 
 from common.errors import UserError, reason_of_hub
+from image_data.data_options import DataOptions
+from image_data.sources import load_split
 
 # Sources: what can be named
 
@@ -132,6 +135,50 @@ def test_a_class_named_like_a_split_is_a_class(load, tmp_path):
     assert load(train_data_dir=str(tmp_path / "vehicles")).dataset.features["label"].names == ["bus", "car", "train"]
 
 
+@pytest.mark.parametrize("extra", ["__MACOSX/train/._0.png", "annotations/0.json", ".cache/0.png", "photos.zip"])
+def test_what_is_no_image_beside_the_splits_leaves_them_splits(load, tmp_path, extra):
+    for split, count in (("train", 4), ("test", 2)):
+        image_folder(tmp_path / "photos" / split, count)
+    write(tmp_path / "photos" / extra, png(0))
+    assert len(load(train_data_dir=str(tmp_path / "photos"))) == 4
+    assert len(load(train_data_dir=str(tmp_path / "photos"), split="test")) == 2
+
+
+AMBIGUOUS = {
+    "another folder": (["train/0.png", "test/0.png", "more/0.png"], "more beside them"),
+    "no folder for training": (["test/0.png", "cats/0.png", "dogs/0.png"], "cats, dogs beside them"),
+    "images": (["test/0.png", "0.png"], "images beside them"),
+    "a table": (["train/0.png", "test/0.png", "metadata.csv"], "metadata.csv beside them"),
+    "two of one split": (["train/0.png", "test/0.png", "eval/0.png"], "two of them for one split"),
+    "prepare_data.py --sysu_folders": (
+        ["train_data/0.png", "eval_data/0.png", "normalized_eval_data/0.png"],
+        "normalized_eval_data beside them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_images_for_a_test_are_never_trained_on_without_a_word(load, tmp_path, name):
+    files, problem = AMBIGUOUS[name]
+    for file in files:
+        write(tmp_path / "photos" / file, png(0) if file.endswith("png") else b"file_name,text\ntrain/0.png,a cat\n")
+    with pytest.raises(UserError, match=f"has folders of splits .* and {problem}; name the folder to train on"):
+        load(train_data_dir=str(tmp_path / "photos"))
+
+
+def test_a_folder_that_may_not_be_read_is_named(load, tmp_path, monkeypatch):
+    folder, scandir = image_folder(tmp_path / "photos"), os.scandir
+
+    def refused(path):
+        if str(path).endswith("class0"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)  # root may read everything
+    with pytest.raises(UserError, match=r"1 image file\(s\) cannot be read: .*class0/ \(Permission denied\)"):
+        load(train_data_dir=str(folder))
+
+
 def test_class_folders_may_be_links(load, tmp_path):
     image_folder(tmp_path / "elsewhere")
     (tmp_path / "photos").mkdir()
@@ -231,8 +278,8 @@ def test_a_sample_of_the_rows_covers_all_classes(load, tmp_path):
 def test_a_sample_of_the_training_images_is_none_of_the_test_images(load, tmp_path):
     for split, count in (("train", 8), ("test", 6)):
         image_folder(tmp_path / "photos" / split, count=count)
-    named = {"train_data_dir": str(tmp_path / "photos"), "max_train_samples": 4}
-    assert [len(load(**named, split=split)) for split in ("train", "test")] == [4, 6]
+    options = DataOptions(train_data_dir=str(tmp_path / "photos"), max_train_samples=4, cache_dir=str(tmp_path))
+    assert [len(load_split(options, split)) for split in ("train", "test")] == [4, 6]
 
 
 def test_channels_of_grey_and_mixed_sets(load, tmp_path):

@@ -286,6 +286,24 @@ def test_a_full_disk_at_the_start(train, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+def test_checkpoints_that_are_kept_count_too(train, tmp_path, monkeypatch, caplog):
+    """Ten of them by the end, besides the newest three and the one that is written."""
+    import shutil
+
+    from run_folder.folder import check_disk
+
+    config = parse_config(["--dataset_name=digits", f"--output_dir={tmp_path / 'run'}", "--max_train_steps=100000"])
+    config.checkpointing_steps = 5000
+    usage = shutil.disk_usage(tmp_path)._replace(free=10 * 16 * 10**6)
+    monkeypatch.setattr("run_folder.folder.shutil.disk_usage", lambda path: usage)
+    check_disk(config, 10**6)
+    assert not caplog.text
+    config.keep_every = 10_000
+    check_disk(config, 10**6)
+    assert "what the run will keep there takes 214 MB" in caplog.text
+    assert "or a larger --keep_every" in caplog.text
+
+
 def test_a_run_is_not_overwritten_by_accident(finished_run, train):
     before = (finished_run / "metrics.jsonl").read_bytes()
     with pytest.raises(UserError, match="holds a run already"):

@@ -195,17 +195,29 @@ def check_before_work(config: TrainingConfig, processes: Processes) -> None:
     """Raise, before any image is decoded, for what can be known to end badly."""
     resolve_batch_sizes(config, processes.count)
     check_output_dir(config)
-    if config.train_data_dir is not None and RunFolder(Path(config.train_data_dir).expanduser()).is_run:
-        raise UserError(
-            f"--train_data_dir {config.train_data_dir}: is a run, not a folder of photos; to continue it, use "
-            f"--config {Path(config.train_data_dir) / 'config.yaml'} --output_dir {config.train_data_dir}"
-        )
+    if config.train_data_dir is not None:
+        check_images_are_no_samples(config)
     check_network(config)
     if processes.is_main:
         check_push(config)
     loss = build_loss(vars(config), build_process(config))
     if config.cuda_graph:
         check_cuda_graph(config, loss, processes)
+
+
+def check_images_are_no_samples(config: TrainingConfig) -> None:
+    """Raise if the images to train on are a run, or would be joined by this run's samples."""
+    named, data = config.train_data_dir, Path(config.train_data_dir).expanduser().resolve()
+    if RunFolder(data).is_run:
+        raise UserError(
+            f"--train_data_dir {named}: is a run, not a folder of photos; to continue it, use "
+            f"--config {Path(named) / 'config.yaml'} --output_dir {named}"
+        )
+    if data in Path(config.output_dir).expanduser().resolve().parents:
+        raise UserError(
+            f"--output_dir {config.output_dir}: is inside --train_data_dir {named}, where the run's samples would be "
+            f"taken for images to train on; choose a folder elsewhere"
+        )
 
 
 def check_cuda_graph(config: TrainingConfig, loss: DiffusionLoss, processes: Processes) -> None:
