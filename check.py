@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Check that a machine is ready: versions, device, driver, a few steps of training, a picture, a distance.
+"""Check that a machine is ready: versions, device, driver, a few steps of training, sampling, a metric.
 
 python check.py
 python check.py --output_dir check     # keep the run that it makes
@@ -48,7 +48,7 @@ def main() -> None:
         folder = Path(options.output_dir) if options.output_dir else Path(temporary) / "run"
         failed = show([*machine(), *trial(folder.resolve())])  # the scripts run in the repository
     if options.output_dir:
-        print(f"\nLook at {options.output_dir}/samples/step-{STEPS}.png: noise, after {STEPS} steps, but a picture.")
+        print(f"\nLook at {options.output_dir}/samples/step-{STEPS}.png: still noise after {STEPS} steps, as expected.")
     if failed:
         raise RunFailed(f"{failed} of these need your attention")
     print("\nThis machine is ready.")

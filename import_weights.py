@@ -29,13 +29,18 @@ class ImportOptions:
     output_dir: str | None = option(None, "Folder for the pipeline; new or empty.")
     weights: Literal["ema", "raw"] | None = option(None, "The weights to take if the file holds both (default: ema).")
     resolution: int | None = option(
-        None, "Size of the images (default: follows from the level with attention, 16x16; 32 for CIFAR-10).", RESOLUTION
+        None,
+        "Size of the images (default: follows from the level that has attention, of 16x16; 32 for CIFAR-10).",
+        RESOLUTION,
     )
-    num_heads: int = option(4, "Attention heads of weights of improved-diffusion; all others have one.", POSITIVE)
+    num_heads: int = option(
+        4, "Number of attention heads, for weights of improved-diffusion; other projects use one.", POSITIVE
+    )
     ddpm_num_steps: int = option(1000, "T, the number of diffusion steps.", NUM_STEPS)
     ddpm_beta_schedule: Literal["linear", "cosine"] = option("linear", "Beta schedule of the training.")
     variance_type: Literal["fixed_large", "fixed_small"] | None = option(
-        None, "Variance that the pipeline's scheduler names (default: the paper's, fixed_large up to 32 pixels)."
+        None,
+        "Variance that the pipeline names (default: as in the paper, fixed_large up to 32 pixels, else fixed_small).",
     )
 
 

@@ -109,7 +109,7 @@ def prepare(options: PrepareOptions, source: Path, output: Path) -> None:
 
 
 def check(options: PrepareOptions, source: Path, output: Path) -> bool:
-    """Report on the photos; return whether nothing in them would hurt."""
+    """Report on the photos; return whether there are no problems."""
     from preparation.archives import unpacked
     from preparation.findings import draw_contact_sheet, gather_findings, summary
 

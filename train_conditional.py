@@ -34,7 +34,7 @@ def main() -> None:
     condition = load_condition(config, annotations, images, processes)
     run = build_run(config, processes, images, condition)
 
-    # Say what this run is, train it or go on with it, and make its folder a pipeline with a card.
+    # Log the audit, train or resume, and save the pipeline and its model card.
     execute(run)
 
 

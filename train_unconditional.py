@@ -25,11 +25,11 @@ def main() -> None:
     processes = start_processes(config)
     check_before_work(config, processes)
 
-    # The images; the network is told nothing of them.
+    # Load the images. There is no condition.
     images = load_training_images(config, open_source(config, processes), processes)
     run = build_run(config, processes, images, NoCondition())
 
-    # Say what this run is, train it or go on with it, and make its folder a pipeline with a card.
+    # Log the audit, train or resume, and save the pipeline and its model card.
     execute(run)
 
 

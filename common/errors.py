@@ -84,9 +84,9 @@ def run_script(main: Callable[[], None]) -> None:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import in here what takes long: without looking for garbage, of which there is none, and of diffusers in parts.
+    """Import slow packages with the garbage collector off, and only the parts of diffusers that are used.
 
-    What is there in the end, modules for the most part, is not looked at again.
+    What has been imported then is left out of later collections.
     """
     gc.disable()
     try:
@@ -151,7 +151,7 @@ def reason_of_hub(error: BaseException) -> str:
 class Stream(io.FileIO):
     """Standard output or error that outlives what it leads to: a closed pipe, a full disk, a terminal that is gone.
 
-    Who has closed a pipe wants no more. What a disk did not take of the output goes to the standard error.
+    After a pipe is closed, output is discarded. What a full disk does not take of it goes to standard error.
     """
 
     def write(self, data: bytes) -> int | None:

@@ -155,10 +155,10 @@ class Processes:
         except RuntimeError as error:
             if self.count == 1 or not LOST_CONTACT.search(str(error)):
                 raise
-            lost = self._call_roll() or "(one of them)"
+            lost = self._call_roll()
             raise RunFailed(
-                f"process {lost} of {self.count} no longer answers, so the others end too; its own output says why. "
-                f"Start the same command again to continue"
+                f"{f'process {lost}' if lost else 'one process'} of {self.count} no longer answers, so the others end "
+                f"too; see its own output for the cause. Start the same command again to continue"
             ) from error
 
     def _open_store(self) -> dist.TCPStore:
@@ -187,9 +187,9 @@ class Processes:
         return ", ".join(lost)
 
     def shared_counter(self) -> Callable[[int], int]:
-        """Return a function that adds to a new number of all processes, waits for none, and returns what it was.
+        """Return a function that adds to a new counter, shared by all processes, and returns its value before.
 
-        The number lives with process 0, which must end last.
+        It waits for nobody. The counter lives with process 0, which must end last.
         """
         self._counters += 1
         name = f"count {self._counters}"

@@ -52,8 +52,8 @@ class ImagesOptions:
     )
     nll: bool = option(
         False,
-        "Instead of samples: the bound on the negative log-likelihood of the real images, in bits per dimension, with "
-        "rate and distortion; of training and test images, --num_images of each. The first word may be any model.",
+        "Generate nothing; compute the variational bound on the negative log-likelihood (bits per dimension, rate and "
+        "distortion) of --num_images training and as many test images. For any model, not only runs.",
         only_with="run_dir",
     )
 

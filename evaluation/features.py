@@ -174,7 +174,7 @@ class FeatureExtractor:
             fitting = largest_batch(self._pass_of_zeros, self.processes.device, failed=self.batch_size)
         what = f"--feature_batch_size {self.batch_size}: the features of this many images do not fit in the memory of "
         what += f"{self.processes.device}"
-        return f"{what}; by an estimate those of {fitting} do" if fitting else f"{what}, nor do those of a single one"
+        return f"{what}; those of about {fitting} would" if fitting else f"{what}, nor do those of a single one"
 
     def _resized_ahead(self, batches: Iterable[Batch], networks: list[FeatureNetwork]) -> Iterator[list[torch.Tensor]]:
         """Yield each batch's indices and its images for every network, resized by threads while others are computed."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESULTS_JSON = "evaluation_results.json"
-FOOTNOTE = f"\u2020 of fewer than {FEW_IMAGES:,} images: far above that of 50,000, compare it with as many images only"
+FOOTNOTE = f"\u2020 of fewer than {FEW_IMAGES:,} images: far higher than of 50,000; compare only with as many images"
 Row = dict[str, str | int | float | None]
 
 

@@ -116,8 +116,8 @@ class Session:
         except Interrupted as stop:
             signal, _, where = str(stop).partition(":")
             where = where if "images" in where else f" what has been measured is in {self.output_dir / results.RESULTS}"
-            raise Interrupted(f"{signal}:{where}; nobody watches {self.run.path} any more") from stop
-        logger.info("The run is complete, and all that could be measured of it has been")
+            raise Interrupted(f"{signal}:{where}; {self.run.path} is no longer watched") from stop
+        logger.info("The run is complete, and every checkpoint that could be read has been measured")
         # Only now: as long as the training went on, wandb and trackio were its own.
         for step in steps if self.processes.is_main else []:
             log_evaluation(self.run, curves_at(self.output_dir / results.RESULTS, step), step)
@@ -158,33 +158,14 @@ class Session:
 
         sets = [range(number * count, (number + 1) * count) for number in range(options.repeats)]
         jobs = [replace(job, condition=condition) for job in jobs for condition in self.conditions]
-        all_samples = [Samples(job, seeds, options, processes) for job in jobs for seeds in sets]
-        parts: list[list[results.Measured]] = []  # the sets of a job, each against every reference
-        for number, samples in enumerate(all_samples, start=1):
-            references = self.references if processes.is_main else []
-            measured = [samples.describe(reference[0].identity) for reference in references]
-            parts.append(measured)
-            if processes.broadcast(processes.is_main and self._is_measured(measured)):
-                logger.info("%s (%d of %d) has been measured already", samples.name, number, len(all_samples))
-                if processes.is_main:
-                    samples.discard(self.output_dir)
-            else:
-                weights = samples.job.model.weights
-                logger.info("%s (%d of %d), weights=%s", samples.name, number, len(all_samples), weights)
-                self.extractor.prepare(count, models[0].shape[1:], later=count * (len(all_samples) - number))
-                try:
-                    self._measure_samples(samples, measured)
-                except Interrupted as stop:
-                    signal = str(stop).partition(":")[0]
-                    where = f"stopped at {samples.name}, whose images so far are kept; the ones before it are in"
-                    table = self.output_dir / results.RESULTS
-                    raise Interrupted(f"{signal}: {where} {table}; start the same command again to continue") from stop
-            if len(parts) == options.repeats:
-                if processes.is_main:
-                    measured = [self._report_mean([part[number] for part in parts]) for number in range(len(measured))]
-                    if self.best:
-                        self.best.consider(samples.job.model, measured[0], results.read_results(self.output_dir))
-                parts.clear()
+        numbers, total = itertools.count(1), len(jobs) * len(sets)
+        for job in jobs:
+            all_samples = [Samples(job, seeds, options, processes) for seeds in sets]
+            parts = [self._measure_set(samples, next(numbers), total) for samples in all_samples]
+            if processes.is_main:
+                means = [self._report_mean(list(of_reference)) for of_reference in zip(*parts, strict=True)]
+                if self.best:
+                    self.best.consider(job.model, means[0], results.read_results(self.output_dir))
 
         if processes.is_main:
             rows = results.read_results(self.output_dir)
@@ -193,6 +174,28 @@ class Session:
                 logger.info("Drew %s", plot)
             update_evaluation(self.output_dir)
             print(f"\n{results.describe_rows(rows, count)}\n")
+
+    def _measure_set(self, samples: Samples, number: int, total: int) -> list[results.Measured]:
+        """Measure one of all sets of images, unless that has been done; return on the main process its rows."""
+        processes = self.processes
+        references = self.references if processes.is_main else []
+        measured = [samples.describe(reference[0].identity) for reference in references]
+        if processes.broadcast(processes.is_main and self._is_measured(measured)):
+            logger.info("%s (%d of %d) has been measured already", samples.name, number, total)
+            if processes.is_main:
+                samples.discard(self.output_dir)
+            return measured
+        model = samples.job.model
+        logger.info("%s (%d of %d), weights=%s", samples.name, number, total, model.weights)
+        self.extractor.prepare(samples.count, model.shape[1:], later=samples.count * (total - number))
+        try:
+            self._measure_samples(samples, measured)
+        except Interrupted as stop:
+            signal = str(stop).partition(":")[0]
+            where = f"stopped at {samples.name} (its images so far are kept); earlier results are in"
+            table = self.output_dir / results.RESULTS
+            raise Interrupted(f"{signal}: {where} {table}; start the same command again to continue") from stop
+        return measured
 
     def _load_references(self, size: tuple[int, int], is_grey: bool | None, later: int) -> None:
         """Load the real images' statistics, for generated images of this size, of which so many are measured later."""
@@ -347,7 +350,7 @@ class Session:
         counts = [measured.num_images, reference[0].identity.count, *(row["samples"] for row in classes)]
         fewest = min(filter(None, counts))  # how many are behind an .npz is not known
         if fewest < dimensions:
-            advice = "" if reference[0].features is None else ". Use kid, which is not biased"
-            message = f"its covariance needs at least {dimensions:,} images{advice}"
-            logger.warning("FID of %d images is far above that of many: %s", fewest, message)
+            advice = "" if reference[0].features is None else ". Use KID, which is unbiased"
+            message = f"the covariance needs at least {dimensions:,} images{advice}"
+            logger.warning("FID of %d images is much too high: %s", fewest, message)
         return metrics

@@ -182,9 +182,7 @@ class RunningNetwork:
             smaller //= 2
         if smaller < batch_size:
             idle = idle_share(len(batches), self.processes.count)
-            message = (
-                "The processes will be idle for %.0f %% of that, waiting for the last batches; --batch_size %d is finer"
-            )
+            message = "The processes will be idle for %.0f %% of that, at the end; --batch_size %d divides it better"
             logger.info(message, 100 * idle, smaller)
 
     def seconds_per_pass(self, size: int) -> float:
@@ -212,7 +210,7 @@ class RunningNetwork:
         what += f"memory of {self.processes.device}"
         if not fitting:
             return f"{what}, nor does a single one: it needs a larger device"
-        return f"{what}; by an estimate {fitting} do: choose --batch_size {1 << (fitting.bit_length() - 1)}"
+        return f"{what}; about {fitting} would fit: choose --batch_size {1 << (fitting.bit_length() - 1)}"
 
 
 def choose_batch_size(job: Job, num_images: int, processes: Processes, settings: InferenceSettings) -> int:

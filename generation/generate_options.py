@@ -35,7 +35,8 @@ class ModelOptions:
         positional=True,
     )
     checkpoints: list[str] = option(
-        [], "Several checkpoints of the run: their steps, or 'all'. Each gets its own folder, or a place on the page."
+        [],
+        "Several checkpoints of the run: their steps, or 'all'. generate.py gives each a folder, app.py a menu entry.",
     )
     weights: Literal["ema", "raw"] | None = option(
         None, "Use the moving average of the weights, or the raw weights (default: ema, if there is one)."
@@ -67,8 +68,8 @@ class SamplerOptions:
     )
     variance_type: Literal["fixed_large", "fixed_small"] | None = option(
         None,
-        "Variance of the DDPM steps (default: the learned one, if the network has one; with fewer than all timesteps "
-        "fixed_small; else that of the run, or fixed_large of a pipeline that others made).",
+        "Variance of the DDPM steps (default: the learned one, if the network predicts one; otherwise fixed_small if "
+        "timesteps are skipped; otherwise the run's own, or fixed_large for pipelines of other projects).",
     )
     eta: float | None = option(
         None, "Noise in the DDIM steps, from 0 (none, the default) to 1 (as much as DDPM with fixed_small).", UP_TO_ONE
@@ -250,7 +251,7 @@ def parse_generation(arguments: list[str]) -> GenerationOptions:
     for name in ("interpolate_images", "progressive"):
         if getattr(options, name) and options.scheduler:
             raise UserError(
-                f"--{name} goes with --ddpm and --ddim, which say what x_0 they see, not {options.scheduler}"
+                f"--{name} needs the estimate of x_0, which --ddpm and --ddim have and {options.scheduler} has not"
             )
     if options.gather_grid and len(seeds) > LARGEST_GATHERED_GRID:
         raise UserError(f"--gather_grid: a grid has at most {LARGEST_GATHERED_GRID} images")

@@ -120,7 +120,7 @@ def save_between_images(job: Job, options: OutputOptions, seed: int, processes: 
         method = copy(job.method)
         method.timesteps = [t for t in job.method.timesteps if t < steps]
         if steps > scheduler.config.num_train_timesteps or not method.timesteps:
-            raise UserError(f"--interpolate_t {steps}: the sampler has no such steps of the model's; choose another")
+            raise UserError(f"--interpolate_t {steps}: the sampler visits no timestep below it; choose another")
         t = torch.tensor([method.timesteps[0]] * 2, device=processes.device)
         first, last = scheduler.add_noise(x_0, noise, t)
         running = RunningNetwork(replace(job, method=method), processes, InferenceSettings(batch_size=INTERPOLATED))

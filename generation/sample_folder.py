@@ -78,7 +78,7 @@ class SampleFolder:
                 return None
             if RECORD not in found:
                 raise UnusableFolder(
-                    f"--output_dir {self.path}: holds something else than generated images "
+                    f"--output_dir {self.path}: holds files that are not generated images "
                     f"({', '.join(sorted(found.keys() - {LOCK_FILE})[:3])}); choose an empty or new folder"
                 )
             lock(self.path)

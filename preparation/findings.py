@@ -1,4 +1,4 @@
-"""What is in a collection of photos, and what of it would hurt a training."""
+"""The contents of a collection of photos, and the problems that a training would have with them."""
 
 import contextlib
 import hashlib
@@ -184,7 +184,7 @@ def gather_findings(
 
 
 def _judge(findings: Findings, wanted: int) -> None:
-    """Add what would hurt, and what is worth knowing; each says what to do."""
+    """Add the problems, and what is worth knowing; each says what to do."""
     hurts, notes = findings.hurts, findings.notes
     if not findings.kinds:
         hurts.append("there is no image to train on")

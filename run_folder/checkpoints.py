@@ -164,7 +164,7 @@ class CheckpointWriter:
                     fault_point("prune")
                     shutil.rmtree(doomed)
                 except OSError as error:
-                    logger.warning("%s should make room and could not be removed: %s", folder, reason_of(error))
+                    logger.warning("the old %s could not be deleted: %s", folder, reason_of(error))
 
 
 def write_files(folder: Path, files: dict[str, CheckpointFile]) -> None:

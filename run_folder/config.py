@@ -121,9 +121,9 @@ class DiffusionOptions:
     beta_end: float = option(0.02, "The last beta.", BETWEEN_ZERO_AND_ONE, not_with=OWN_BETAS, fixed=True)
     variance_type: Literal["fixed_large", "fixed_small", "learned", "learned_range"] = option(
         "fixed_large",
-        "Variance of the sampling steps: beta_t (fixed_large), that of the posterior (fixed_small), or learned: then "
-        "the network has twice the output channels, for the logarithm of the variance (learned) or its place between "
-        "those of the other two (learned_range), and the loss is L_hybrid.",
+        "Variance of the sampling steps: beta_t (fixed_large), that of the posterior (fixed_small), or learned by "
+        "twice the output channels and with L_hybrid as the loss: its logarithm (learned), or where that lies between "
+        "the logarithms of the other two (learned_range).",
     )
     prediction_type: Literal["epsilon", "sample", "v_prediction", "mean"] = option(
         "epsilon", "What the network predicts: the noise, the image, v, or the mean of the step back.", fixed=True
@@ -283,7 +283,7 @@ class OptimizerOptions:
     max_grad_norm: float = option(1.0, "Clip gradients to this norm.", POSITIVE)
     clip_per_replica: int | None = option(
         None,
-        "Clip the gradient of each of so many equal parts of the batch and average them, as the original did on 8 TPU "
+        "Split the batch into N equal parts, clip the gradient of each, and average them, as the original did on 8 TPU "
         "cores (default: clip the gradient of the whole batch). Each part is a forward pass.",
         POSITIVE,
         not_with="mixed_precision=fp16",
@@ -324,7 +324,7 @@ class EMAOptions:
 class LengthOptions:
     half_resolution_steps: int = option(
         0,
-        "Train on images of half the size for the first so many steps, which take about a quarter of the time each.",
+        "Train on images of half the size for the first N steps, which take about a quarter of the time each.",
         NOT_NEGATIVE,
         may_change=False,
     )
@@ -355,7 +355,7 @@ class OutputOptions:
     )
     overwrite: bool = option(
         False,
-        "Delete the run that is already in output_dir. A job that torchrun or SLURM restarts does it once.",
+        "Delete the run that is already in output_dir. A job that torchrun or SLURM restarts does not do it again.",
         saved=False,
     )
     resume_from_checkpoint: str = option(
@@ -371,8 +371,8 @@ class OutputOptions:
     keep_every: int | None = option(None, "Never delete a checkpoint whose step is a multiple of this.", POSITIVE)
     evaluate_every: int | None = option(
         None,
-        "Measure the checkpoint with evaluate.py every so many steps and at the end, on all devices of the training, "
-        "which waits; the time does not count. A multiple of checkpointing_steps.",
+        "Run evaluate.py on the checkpoint every N steps (a multiple of checkpointing_steps) and at the end, on all "
+        "devices. Training waits meanwhile; the time does not count as training time.",
         POSITIVE,
     )
     evaluate_options: list[str] = option(
@@ -426,7 +426,7 @@ class SystemOptions:
     compile: bool = option(False, "Compile the network for speed; the first step then takes minutes.")
     cuda_graph: bool = option(
         False,
-        "Start all of a step's work on the GPU at once, which is faster where the host is slower than the GPU: with "
+        "Capture each training step as a CUDA graph: faster if the CPU cannot launch kernels fast enough, as with "
         "small batches. For one NVIDIA GPU.",
         may_change=True,
         on_card=False,
@@ -550,8 +550,8 @@ def validate(config: TrainingConfig) -> None:
         raise UserError(f"--beta_start {config.beta_start:g}: is larger than --beta_end {config.beta_end:g}")
     if config.ddpm_beta_schedule == "jsd" and config.prediction_type == "epsilon":
         raise UserError(
-            "--ddpm_beta_schedule jsd ends with noise alone, in which a network of --prediction_type epsilon sees no "
-            "x_0: choose v_prediction, sample or mean"
+            "--ddpm_beta_schedule jsd: its last x_t holds no signal, so x_0 cannot be recovered from --prediction_type "
+            "epsilon; choose v_prediction, sample or mean"
         )
     if config.ddpm_beta_schedule == "jsd" and config.ddpm_num_steps == 1:
         raise UserError("--ddpm_beta_schedule jsd needs two --ddpm_num_steps or more: the last leaves noise alone")

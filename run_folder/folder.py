@@ -271,7 +271,7 @@ def check_output_dir(config: TrainingConfig) -> None:
         if foreign := sorted(entry.name for entry in path.iterdir() if not is_of_a_run(entry.name, config)):
             listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
             raise UserError(
-                f"--output_dir {path}: holds something else than a run ({listed}); choose an empty or new folder"
+                f"--output_dir {path}: holds files that are not of a run ({listed}); choose an empty or new folder"
             )
     elif config.resume_from_checkpoint == "none" and not config.overwrite:
         raise UserError(
@@ -361,7 +361,7 @@ def abandon_after(path: Path, step: int) -> None:
         tables = {table: rows_up_to(step, table) for table in (run.results_file, run.best_scores_file)}
         if later:
             names = ", ".join(str(entry.relative_to(path)) for entry in later)
-            logger.warning("The run goes back to step %d. Set aside, as .abandoned: %s", step, names)
+            logger.warning("The run goes back to step %d; renamed to .abandoned: %s", step, names)
         for entry in later:
             set_aside(entry, "abandoned")
         for table, text in tables.items():
@@ -414,7 +414,7 @@ def completed_step(config: TrainingConfig) -> int | None:
         return None
     if changed_settings(settings_of(run.read_config()), settings_of(config)):
         return None
-    logger.info("%s has no checkpoint any more, and needs none", run.path)
+    logger.info("%s is complete; its checkpoints have been deleted, and are not needed", run.path)
     return step
 
 

@@ -137,7 +137,9 @@ class SavedModel:
                 raise ValueError(f"its network predicts a variance too, but variance_type is {variance_type}")
             scheduler = ExactDDPMScheduler.from_config(self.scheduler_config, variance_type=variance_type)
             if scheduler.ends_without_signal and scheduler.config.prediction_type == "epsilon":
-                raise ValueError("its last x_t is noise alone, in which a network that predicts epsilon sees no x_0")
+                raise ValueError(
+                    "its last x_t holds no signal, so x_0 cannot be recovered from a prediction of epsilon"
+                )
             return scheduler
 
     def load(self, device: torch.device) -> torch.nn.Module:

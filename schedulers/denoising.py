@@ -152,8 +152,8 @@ class ExactMethod(DenoisingMethod):
         steps = scheduler.config.num_train_timesteps
         if scheduler.config.prediction_type == "mean" and (name != "ddpm" or len(self.timesteps) < steps):
             # mu-tilde has sqrt(a_t-1) beta_t / (1 - a_t) x_0 (eq. 7): 1 / 7800 at the last t of the paper's schedule.
-            message = "The network predicts the mean of a step, and %s takes x_0 from it, with its errors multiplied: "
-            logger.warning(message + "use DDPM with all %d steps", self.description, steps)
+            message = "The network predicts the mean of a step. To recover x_0 from it, as %s must, multiplies its "
+            logger.warning(message + "errors; use DDPM with all %d steps", self.description, steps)
 
     def step(self, model_output: torch.Tensor, number: int, sample: torch.Tensor, noise: StepNoise) -> torch.Tensor:
         previous = self.timesteps[number] if number < len(self.timesteps) else -1

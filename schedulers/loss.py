@@ -88,7 +88,7 @@ ConditionInputs = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 DELAY = 2
 SHARE_OF_BOUND = 0.001  # of L_vlb in L_hybrid
 BATCHES_TRIED, IMAGES_TRIED = 8, 128  # of a sampler of the user's, before a run with it
-PENDING = "on_their_way."  # begins the names of losses in a checkpoint that the sampler has not observed yet
+PENDING = "pending."  # begins the names of losses in a checkpoint that the sampler has not observed yet
 
 
 def normalise(images: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ class DiffusionLoss:
     def _with_variance(
         self, errors: torch.Tensor, output: torch.Tensor, x_0: torch.Tensor, epsilon: torch.Tensor, t: torch.Tensor
     ) -> torch.Tensor:
-        """Return of every image L_hybrid = L_simple + 0.001 L_vlb (Nichol & Dhariwal 2021, eq. 16), or its term of L.
+        """Return each image's L_hybrid = L_simple + 0.001 L_vlb (Nichol & Dhariwal 2021, eq. 16), or its term of L.
 
         L_vlb is T times the term at t. In L_hybrid it trains the variance alone.
         """

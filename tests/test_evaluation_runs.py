@@ -91,7 +91,7 @@ class TestRun:
         with pytest.raises(MemoryError if ending == "kill" else Interrupted) as stopped:
             evaluate(f"--run_dir={measured_run}", *SAMPLED, f"--output_dir={tmp_path}")
         if ending != "kill":
-            told = "SIGTERM: stopped at checkpoint-4, whose images so far are kept; the ones before it are in .* again"
+            told = r"SIGTERM: stopped at checkpoint-4 \(its images so far are kept\); earlier results are in .* again"
             assert re.match(told, str(stopped.value))
         assert [row["step"] for row in read_csv(tmp_path / "evaluation_results.csv")] == ["2"]
         (folder,) = (tmp_path / ".unmeasured").iterdir()

@@ -404,9 +404,9 @@ def test_other_settings_are_never_mixed_in(run, reference, tmp_path):
 def test_what_is_not_generated_is_left_alone(run, tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "mine.png").touch()
-    with pytest.raises(UserError, match="holds something else than generated images"):
+    with pytest.raises(UserError, match="holds files that are not generated images"):
         generate(run, *FAST, f"--output_dir={tmp_path / 'photos'}")
-    with pytest.raises(UserError, match="holds something else than generated images"):
+    with pytest.raises(UserError, match="holds files that are not generated images"):
         generate(run, *FAST, "--overwrite", f"--output_dir={tmp_path / 'photos'}")
     with pytest.raises(UserError, match="is a file, not a folder"):
         generate(run, *FAST, f"--output_dir={tmp_path / 'photos' / 'mine.png'}")

@@ -62,7 +62,7 @@ def test_advice_is_followed(monkeypatch):
         pass_of_zeros=None,
     )
     advice = Run.batch_that_fits(run)
-    assert "by an estimate 20 would" in advice
+    assert "about 20 would fit" in advice
     assert gpu_check.flags_in(advice) == ["--train_batch_size=16", "--gradient_accumulation_steps=4"]
     assert gpu_check.flags_in("error: something else") == []
 

@@ -55,7 +55,7 @@ def test_a_time_budget_that_is_used_up_stays_so(train, tmp_path, capsys):
     before = contents(run)
     train(run, *flags)
     assert contents(run) == before
-    assert capsys.readouterr().err.count("has used its 0.2 seconds of training") == 2
+    assert capsys.readouterr().err.count("has used up its 0.2 seconds of training") == 2
     with pytest.raises(UserError, match="no valid checkpoint to continue from"):
         train(run, *flags, "--max_train_seconds=60")
 
@@ -179,7 +179,7 @@ def test_a_folder_of_somebody_else_is_not_taken_for_a_run(train, tmp_path):
         (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "mine" / name).touch()
     before = contents(tmp_path / "mine")
-    with pytest.raises(UserError, match="holds something else than a run .figures"):
+    with pytest.raises(UserError, match="holds files that are not of a run .figures"):
         train(tmp_path / "mine", *FLAGS, "--overwrite")
     assert contents(tmp_path / "mine") == before
 

@@ -234,7 +234,7 @@ def test_a_step_of_a_run_with_less_memory(room_for, tiny_flags, tmp_path, monkey
     assert taken[16] == pytest.approx(2 * taken[8], rel=0.2)
     per_image = (taken[16] - taken[8]) / 8
     estimate = int((0.9 * (30 * taken[16] // 16 - 2 * 4 * weights_of(tiny_flags)) - taken[8]) / per_image + 8)
-    assert f"by an estimate {estimate} would: use --train_batch_size 24 --gradient_" in str(raised.value)
+    assert f"about {estimate} would fit: use --train_batch_size 24 --gradient_" in str(raised.value)
 
 
 def weights_of(flags: list[str]) -> int:
@@ -262,7 +262,7 @@ def test_a_moving_average_that_does_not_fit(train, tmp_path, monkeypatch):
 
 def test_a_grid_that_does_not_fit(room_for, train, tmp_path):
     room_for(16)
-    with pytest.raises(UserError, match=r"--eval_batch_size 40: such .* of cpu; by an estimate \d\d would"):
+    with pytest.raises(UserError, match=r"--eval_batch_size 40: such .* of cpu; about \d\d would fit"):
         train(tmp_path / "run", "--eval_batch_size=40", "--max_train_steps=2", "--save_images_steps=2")
     for thread in threading.enumerate():  # as Python does when a script ends, for what is still being written
         if thread is not threading.main_thread() and not thread.daemon:
@@ -279,7 +279,7 @@ def run(tiny_network, cache_dir, tmp_path_factory):
 def test_a_batch_of_images_that_does_not_fit(run, room_for, tmp_path):
     room_for(20)
     flags = ["--ddim", "--num_inference_steps=2", f"--output_dir={tmp_path / 'out'}"]
-    with pytest.raises(UserError, match=r"--batch_size 40: 40 images of 8x8 .* of cpu; by an estimate \d\d do: choose"):
+    with pytest.raises(UserError, match=r"--batch_size 40: 40 images of 8x8 .* of cpu; about \d\d would fit: choose"):
         run_script("generate", run, *flags, "--num_images=40", "--batch_size=40")
 
 
@@ -295,7 +295,7 @@ def test_features_that_do_not_fit(evaluate, generated, real, tmp_path, monkeypat
 
     monkeypatch.setattr(FeatureNetwork, "compute", with_limit)
     flags = [f"--generated={generated}", f"--real={real}", f"--output_dir={tmp_path}"]
-    with pytest.raises(UserError, match=r"--feature_batch_size 24: .* of cpu; by an estimate those of \d+ do"):
+    with pytest.raises(UserError, match=r"--feature_batch_size 24: .* of cpu; those of about \d+ would"):
         evaluate(*flags, "--feature_batch_size=24")
     evaluate(*flags, "--feature_batch_size=8")
 

@@ -215,4 +215,4 @@ def test_a_mean_is_taken_as_it_is_by_all_steps_of_ddpm_alone(caplog, kind, steps
     # An error of 1e-4 in the mean is one of 0.78 in the x_0 that the others take from it.
     assert scheduler.predict_original(x_t + 1e-4, 999, x_t).mean() == pytest.approx(0.78, abs=0.01)
     kind(scheduler, steps)
-    assert ("takes x_0 from it" in caplog.text) == warned
+    assert ("To recover x_0 from it" in caplog.text) == warned

@@ -335,7 +335,7 @@ def test_what_is_not_a_run_is_left_alone(train, tmp_path):
     (project / "unet" / "important.txt").write_text("mine")
     (project / "notes.txt").write_text("mine")
     for flags in ([], ["--overwrite"]):
-        with pytest.raises(UserError, match="holds something else than a run .notes.txt"):
+        with pytest.raises(UserError, match="holds files that are not of a run .notes.txt"):
             train(project, "--max_train_steps=2", *flags)
     assert (project / "unet" / "important.txt").read_text() == "mine"
 
@@ -360,7 +360,7 @@ def test_a_time_budget_is_that_of_the_whole_run(train, tmp_path, capsys):
     flags = ["--max_train_steps=1000000", "--logging_steps=10"]
     run = train(tmp_path / "run", *flags, "--max_train_seconds=0.5")
     steps = metrics_of(run)[-1]["step"]
-    assert "has used its 0.5 seconds of training" in capsys.readouterr().err
+    assert "has used up its 0.5 seconds of training" in capsys.readouterr().err
     train(run, *flags, "--max_train_seconds=0.5")
     assert metrics_of(run)[-1]["step"] == steps
     train(run, *flags, f"--max_train_seconds={metrics_of(run)[-1]['train_seconds'] + 0.5}")

@@ -125,7 +125,9 @@ class TestWithin:
     ):
         codes = iter([2])
         monkeypatch.setattr("common.processes.run_child", lambda *given: next(codes))
-        with pytest.raises(UserError, match="--evaluate_every 2: evaluate.py ended with 2, and a line above says why"):
+        with pytest.raises(
+            UserError, match="--evaluate_every 2: evaluate.py ended with exit code 2; a line above says why"
+        ):
             measured_within("never")
         codes = iter([0, 1, 0])
         run = measured_within("run")
@@ -240,7 +242,9 @@ class TestBeside:
             measure(session, samples, *given)
 
         monkeypatch.setattr(Session, "_measure_samples", pruned_meanwhile)
-        with pytest.raises(Interrupted, match="SIGINT: what has been measured is in .*results.csv; nobody watches"):
+        with pytest.raises(
+            Interrupted, match="SIGINT: what has been measured is in .*results.csv; .* is no longer watched"
+        ):
             evaluate(f"--run_dir={growing}", *SAMPLED, "--watch", "--keep_best=fd")
         assert measured == ["checkpoint-2", "checkpoint-4"]
         assert capsys.readouterr().err.count("Waiting for the next checkpoint") == 3

@@ -242,12 +242,12 @@ def log_end(run: Run) -> None:
         logger.info(f"The run is complete: {step}. {config.output_dir} has the pipeline and its model card")
     else:
         logger.info(
-            f"The run has used its {config.max_train_seconds:g} seconds of training, at {step}; "
-            f"a larger --max_train_seconds continues it"
+            f"The run has used up its {config.max_train_seconds:g} seconds of training, at {step}; raise "
+            f"--max_train_seconds to continue"
         )
         warn_if_short(config, run.state.update.ema, run.state.step)  # its length was not known before
     if run.state.step <= config.half_resolution_steps:
         logger.warning(
-            "The network has not seen an image in its own size yet; it would after step %d (--half_resolution_steps)",
+            "The network has not been trained on whole images yet; that begins after step %d (--half_resolution_steps)",
             config.half_resolution_steps,
         )

@@ -24,6 +24,7 @@ from run_folder.publish import IN_TRAINING, curves_at
 from schedulers.denoising import DDPM, denoise, network_predict, to_uint8
 
 if TYPE_CHECKING:
+    from run_folder.config import TrainingConfig
     from training.setup import Ending, Run, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -92,14 +93,9 @@ class Milestones:
                     self.writer.finish(state)
                 self.processes.barrier()
         if stopped:
-            # A named checkpoint of another run is where this one begins, once; one of its own would be gone back to.
-            begins_elsewhere = named_folder(self.config) is not None and not goes_back(self.config)
-            returns = self.config.resume_from_checkpoint != "latest" and not begins_elsewhere
-            begins = {"overwrite": self.config.overwrite, "resume_from_checkpoint": returns}
-            without = " and ".join(f"--{name}" for name, is_given in begins.items() if is_given)
             raise Interrupted(
                 f"{stop_requested() or 'a stop of another process'}: saved at step {step} in {self.folder.path}; "
-                f"start the same command again{f' without {without}' if without else ''} to continue"
+                f"{how_to_continue(self.config)}"
             )
 
     def catch_up(self, state: TrainingState) -> None:
@@ -135,7 +131,8 @@ class Milestones:
         if others:
             raise RunFailed(
                 f"step {state.step}: the weights of process {', '.join(others)} are no longer those of process 0, so "
-                f"nothing is saved; the last good checkpoint is {self.last_checkpoint}. The devices must be of one kind"
+                f"nothing is saved; the last good checkpoint is {self.last_checkpoint}. All devices must be of the "
+                f"same model"
             )
 
     def _worth_a_grid(self, state: TrainingState) -> bool:
@@ -168,7 +165,7 @@ class Milestones:
                 self.run.state.unet(samples, 0, **{name: value[:count] for name, value in inputs.items()})
 
         fitting = self.processes.count * largest_batch(predict, self.processes.device, failed=len(seeds))
-        would = f"by an estimate {fitting} would" if fitting else "nor would a single one"
+        would = f"about {fitting} would fit" if fitting else "nor would a single one"
         return (
             f"--eval_batch_size {self.config.eval_batch_size}: such a sample grid does not fit in the memory of "
             f"{self.processes.device}; {would}"
@@ -261,7 +258,7 @@ class Milestones:
         if processes.all_reduce_any(stop_requested() is not None):
             return False
         if code := next(filter(None, codes), None):
-            failed = f"evaluate.py ended with {code}, and a line above says why"
+            failed = f"evaluate.py ended with exit code {code}; a line above says why"
             if at_start:
                 raise UserError(f"--evaluate_every {config.evaluate_every}: {failed}")
             logger.warning("checkpoint-%d is not measured: %s", step, failed)
@@ -295,3 +292,12 @@ def digest_of(state: TrainingState) -> list[int]:
             words = tensor.flatten().view(torch.int32).long()
             sums.append((words * torch.arange(1, len(words) + 1, device=words.device)).sum())  # modulo 2^64
     return torch.stack(sums).tolist()
+
+
+def how_to_continue(config: TrainingConfig) -> str:
+    """Say what to type after a stop: the same command, without what would start over or go back a second time."""
+    # A named checkpoint of another run is where this one begins, once; one of its own would be gone back to.
+    begins_elsewhere = named_folder(config) is not None and not goes_back(config)
+    goes_elsewhere = config.resume_from_checkpoint != "latest" and not begins_elsewhere
+    without = ["--overwrite"] * config.overwrite + ["--resume_from_checkpoint"] * goes_elsewhere
+    return f"start the same command again{' without ' * bool(without)}{' and '.join(without)} to continue"

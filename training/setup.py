@@ -99,9 +99,9 @@ class TrainingState:
 
 @dataclass
 class Run:
-    """What is put together before the first step; `opened` adds the last five."""
+    """All that a training needs; `opened` adds the last five."""
 
-    config: TrainingConfig  # nothing in it is open any more
+    config: TrainingConfig  # with all defaults resolved
     processes: Processes
     condition: Condition
     sizes: BatchSizes
@@ -133,9 +133,9 @@ class Run:
 
     @contextmanager
     def gradient_exchange(self, enabled: bool) -> Iterator[None]:
-        """Exchange gradients with the other processes during the pass in here, if enabled, and time what is left over.
+        """Exchange gradients with the other processes during the pass in here, if enabled.
 
-        Most of the exchange happens beside the backward pass; what is waited for begins with the last gradient.
+        Most of the exchange overlaps with the backward pass; what comes after the last gradient is timed.
         """
         if self.config.clip_per_replica:
             enabled = False  # every process clips its own first; `Update.clip` exchanges what is left
@@ -168,7 +168,7 @@ class Run:
             keeps += " but clips smaller parts of it"
             if not self.config.gradient_checkpointing:
                 keeps += "; --gradient_checkpointing takes less memory and changes nothing"
-        return f"{what}; by an estimate {fitting} would: use {use}, {keeps}"
+        return f"{what}; about {fitting} would fit: use {use}, {keeps}"
 
     def check_whole_images_fit(self) -> None:
         """Run out of memory now if the first step on whole images would, perhaps hours from now."""
@@ -275,7 +275,7 @@ def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages
 
 
 def execute(run: Run) -> None:
-    """Announce a run, train it or go on with it, and make its folder a pipeline with a card."""
+    """Log the audit of a run, train or resume it, and save the pipeline and its model card."""
     announce(run)
     if run.config.dry_run:
         return
@@ -330,23 +330,10 @@ def graph_of(run: Run) -> Callable[[Batch, torch.Tensor, torch.Tensor], tuple[to
 @contextmanager
 def opened(run: Run) -> Iterator[None]:
     """Make the run's folder, or go on with the run that is in it, and have in here all that training needs."""
-    config, processes, state = run.config, run.processes, run.state
+    config, processes = run.config, run.processes
     checkpoint, rows = open_run(config, processes), audit(run)  # of the network as it was initialised
     if checkpoint is not None:
-        is_named = checkpoint.name == Path(config.resume_from_checkpoint).name
-        changed = load_checkpoint(state, checkpoint, same_run=not is_named)
-        if changed and is_own(checkpoint, config) and run.is_over():
-            limit = "--max_train_steps" if state.step >= run.total_steps else "--max_train_seconds"
-            raise UserError(
-                f"--output_dir {config.output_dir} holds a run that is complete, with other settings "
-                f"({'; '.join(changed)}): choose another --output_dir, start over with --overwrite, or go on with a "
-                f"larger {limit}"
-            )
-        if changed:
-            logger.warning(
-                f"Settings differ from those of {checkpoint}: {'; '.join(changed)}. "
-                f"From step {state.step} on this is a different run"
-            )
+        resume(run, checkpoint)
     if processes.is_main:
         go_on_from(checkpoint, config)
         folder = RunFolder(config.output_dir)
@@ -355,18 +342,7 @@ def opened(run: Run) -> Iterator[None]:
         folder.write_condition(run.condition)
     processes.barrier()  # a text encoder may take long to write, and what follows does not wait long
     run.over_at_start = run.is_over()
-    # Before the exchange of gradients is wrapped around it. Grids are drawn with `state.unet`, which stays as it is.
-    if config.compile:
-        compile_words(processes.device)
-    # Two sizes of images are two graphs, each as fast as the only one of other runs.
-    dynamic = False if config.half_resolution_steps else None
-    network = torch.compile(state.unet, dynamic=dynamic) if config.compile else state.unet
-    run.network = processes.accelerator.prepare(network)
-    run.learn = graph_of(run) if config.cuda_graph else partial(learn, run)
-    if processes.count > 1:
-        for module in (state.unet.conv_in, state.unet.time_embedding):  # whose gradients come last
-            for parameter in module.parameters():
-                parameter.register_post_accumulate_grad_hook(state.window.exchange.start)
+    prepare_network(run)
     not_here = "--compile: this machine cannot compile the network; train without it"
     with fits_in_memory(processes.device, run.batch_that_fits):
         run.check_whole_images_fit()
@@ -381,3 +357,38 @@ def opened(run: Run) -> Iterator[None]:
         run.milestones = Milestones(run, CheckpointWriter(config, checkpoint))
         yield
     log_end(run)
+
+
+def resume(run: Run, checkpoint: Path) -> None:
+    """Load a checkpoint; warn if its settings are others, or raise if the run is complete with those."""
+    config, state = run.config, run.state
+    is_named = checkpoint.name == Path(config.resume_from_checkpoint).name
+    changed = load_checkpoint(state, checkpoint, same_run=not is_named)
+    if changed and is_own(checkpoint, config) and run.is_over():
+        limit = "--max_train_steps" if state.step >= run.total_steps else "--max_train_seconds"
+        raise UserError(
+            f"--output_dir {config.output_dir} holds a run that is complete, with other settings "
+            f"({'; '.join(changed)}): choose another --output_dir, start over with --overwrite, or go on with a "
+            f"larger {limit}"
+        )
+    if changed:
+        logger.warning(
+            f"Settings differ from those of {checkpoint}: {'; '.join(changed)}. "
+            f"From step {state.step} on this is a different run"
+        )
+
+
+def prepare_network(run: Run) -> None:
+    """Compile the network if asked, wrap the exchange of gradients around it, and choose how a step runs."""
+    config, processes, unet = run.config, run.processes, run.state.unet
+    network = unet  # which stays as it is, and draws the grids
+    if config.compile:
+        compile_words(processes.device)
+        # Two sizes of images are two graphs, each as fast as the only one of other runs.
+        network = torch.compile(unet, dynamic=False if config.half_resolution_steps else None)
+    run.network = processes.accelerator.prepare(network)
+    run.learn = graph_of(run) if config.cuda_graph else partial(learn, run)
+    if processes.count > 1:
+        for module in (unet.conv_in, unet.time_embedding):  # whose gradients come last
+            for parameter in module.parameters():
+                parameter.register_post_accumulate_grad_hook(run.state.window.exchange.start)

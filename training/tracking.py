@@ -154,7 +154,7 @@ class Tracking:
         self.folder = RunFolder(config.output_dir)
         self.trackers = []
         if self.writes:
-            # A line in the middle of a window, at the end of a run that now goes on, is not to stay.
+            # Drop the partial line that a run wrote at its end, if it is being extended now.
             last_line = state.step - (1 if state.window.steps and not run.over_at_start else 0)
             self.metrics = LineFile(self.folder.metrics_file, last_line)
             self.timesteps = LineFile(self.folder.timesteps_file, last_line)

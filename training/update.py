@@ -45,7 +45,7 @@ class Update:
         return next(iter(self.averages), None)
 
     def begin(self, step: int) -> None:
-        """Give the optimiser the learning rate of a step, and dropout, alone in using torch's generators, its seed."""
+        """Set the learning rate of a step, and seed torch's generators, which dropout alone uses."""
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(self.learning_rate(step))
@@ -90,7 +90,7 @@ class Update:
         self.gradient_norm = torch.nn.utils.get_total_norm(self._clipped)
 
     def clip(self, exchange: Stopwatch) -> None:
-        """Clip the gradient at `max_grad_norm`; what it waits for other processes is put on the watch."""
+        """Clip the gradient at `max_grad_norm`; time spent waiting for other processes is added to `exchange`."""
         if self.replicas:
             self._average_replicas(exchange)
             return

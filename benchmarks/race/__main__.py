@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="the race: methods, seeds, data, budget, measurements")
-    parser.add_argument("--methods", nargs="+", help="run only these; the report is of all that is there")
-    parser.add_argument("--seeds", nargs="+", type=int, help="run only these")
-    parser.add_argument("--report_only", action="store_true", help="draw and tabulate what is there")
+    parser.add_argument("--methods", nargs="+", help="run only these methods; the report still has all results")
+    parser.add_argument("--seeds", nargs="+", type=int, help="run only these seeds")
+    parser.add_argument("--report_only", action="store_true", help="only draw and tabulate the results so far")
     parser.add_argument(
-        "--check_precision", metavar="MEASUREMENT", help="repeat it, of one snapshot, in float32 and not compiled"
+        "--check_precision", metavar="MEASUREMENT", help="repeat it for one snapshot, in float32 and not compiled"
     )
     arguments = parser.parse_args()
     race = read_race(arguments.file)
