@@ -47,10 +47,17 @@ def signal_to_noise(alphas_cumprod: torch.Tensor) -> torch.Tensor:
     return alphas_cumprod / (1 - alphas_cumprod)
 
 
-def posterior_coefficients(alphas_cumprod: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what x_0 and x_t count in mu-tilde, the mean of q(x_t-1 | x_t, x_0), at every t (eq. 7)."""
-    a_t, a_s = alphas_cumprod, torch.cat([torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]])
-    return a_s.sqrt() * (1 - a_t / a_s) / (1 - a_t), (a_t / a_s).sqrt() * (1 - a_s) / (1 - a_t)
+def previous_levels(alphas_cumprod: torch.Tensor) -> torch.Tensor:
+    """Return a_t-1 for every t: a_t shifted by one step, 1 at t = 0."""
+    return torch.cat([torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]])
+
+
+def posterior_coefficients(
+    a_t: torch.Tensor | float, a_s: torch.Tensor | float
+) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+    """Compute the factors of x_0 and x_t in mu-tilde, the mean of q(x_s | x_t, x_0) for s < t (eq. 7)."""
+    alpha = a_t / a_s
+    return a_s**0.5 * (1 - alpha) / (1 - a_t), alpha**0.5 * (1 - a_s) / (1 - a_t)
 
 
 PREDICTIONS = {
@@ -78,7 +85,9 @@ PREDICTIONS = {
             (at.of_original + at.of_sample * at.signal) * x_0 + at.of_sample * at.spread * epsilon
         ),
         x_0=lambda output, x_t, at: (output - at.of_sample * x_t) / at.of_original,
-        error_ratio=lambda alphas_cumprod: posterior_coefficients(alphas_cumprod)[0] ** 2,
+        error_ratio=lambda alphas_cumprod: (
+            posterior_coefficients(alphas_cumprod, previous_levels(alphas_cumprod))[0] ** 2
+        ),
     ),
 }
 
@@ -175,16 +184,14 @@ class ExactDDPMScheduler(DDPMScheduler):
 
     def _coefficients(self) -> list[torch.Tensor]:
         a_t = self.alphas_cumprod
-        return [a_t.sqrt(), (1 - a_t).sqrt(), *posterior_coefficients(a_t)]
+        return [a_t.sqrt(), (1 - a_t).sqrt(), *posterior_coefficients(a_t, previous_levels(a_t))]
 
     def _level(self, timesteps: torch.Tensor) -> Level:
         return Level(*self._gather(timesteps, "_coefficients"))
 
     def _level_at(self, t: int) -> Level:
         a_t, a_s = self._levels(t, t - 1)
-        alpha = a_t / a_s
-        coefficients = a_s**0.5 * (1 - alpha) / (1 - a_t), alpha**0.5 * (1 - a_s) / (1 - a_t)
-        return Level(a_t**0.5, (1 - a_t) ** 0.5, *coefficients)
+        return Level(a_t**0.5, (1 - a_t) ** 0.5, *posterior_coefficients(a_t, a_s))
 
     def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         """Compute x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise (eq. 4), in float32: bf16 loses the noise of small t."""
@@ -204,9 +211,12 @@ class ExactDDPMScheduler(DDPMScheduler):
         that over 2 sigma_t^2 (eq. 8), up to what no network changes. In bits per dimension.
         """
         a_t = self.alphas_cumprod
-        a_s = torch.cat([torch.ones(1, dtype=a_t.dtype), a_t[:-1]])
         variances = [self.variance(t, t - 1) for t in range(len(a_t))]
-        of_original = a_s * (self.betas / (1 - a_t)) ** 2 / (2 * math.log(2) * torch.tensor(variances, dtype=a_t.dtype))
+        of_original = (
+            previous_levels(a_t)
+            * (self.betas / (1 - a_t)) ** 2
+            / (2 * math.log(2) * torch.tensor(variances, dtype=a_t.dtype))
+        )
         return weight_of_prediction(of_original, a_t, self.config.prediction_type)
 
     def log_variance(self, values: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
@@ -289,16 +299,15 @@ class ExactDDPMScheduler(DDPMScheduler):
         A learned deviation is that of every pixel.
         """
         a_t, a_s = self._levels(t, previous)
-        beta = 1 - a_t / a_s
-        original = self.predict_original(model_output, t, sample)
-        mean = (a_s**0.5 * beta / (1 - a_t)) * original + ((a_t / a_s) ** 0.5 * (1 - a_s) / (1 - a_t)) * sample
+        of_original, of_sample = posterior_coefficients(a_t, a_s)
+        mean = of_original * self.predict_original(model_output, t, sample) + of_sample * sample
         if previous < 0:
             return mean, 0.0
         variance = self.variance(t, previous)
         if not self.learns_variance:
             return mean, variance**0.5
         values = model_output[:, sample.shape[1] :]
-        return mean, (self._learned(values, math.log(variance), math.log(beta)) / 2).exp()
+        return mean, (self._learned(values, math.log(variance), math.log(1 - a_t / a_s)) / 2).exp()
 
     def implicit(
         self, model_output: torch.Tensor, t: int, previous: int, sample: torch.Tensor, eta: float

@@ -12,7 +12,13 @@ from collections.abc import Callable
 
 import torch
 
-from schedulers.ddpm import LEARNED_VARIANCES, ExactDDPMScheduler, signal_to_noise, weight_of_prediction
+from schedulers.ddpm import (
+    LEARNED_VARIANCES,
+    ExactDDPMScheduler,
+    previous_levels,
+    signal_to_noise,
+    weight_of_prediction,
+)
 from schedulers.timestep_samplers import LogSNRBins, speed_tau
 
 
@@ -32,7 +38,7 @@ def bound(alphas_cumprod: torch.Tensor, prediction_type: str, variance_type: str
         return torch.ones_like(alphas_cumprod)
     if len(alphas_cumprod) < 2:
         raise ValueError("needs at least two timesteps (--ddpm_num_steps)")
-    betas = 1 - alphas_cumprod / torch.cat([torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]])
+    betas = 1 - alphas_cumprod / previous_levels(alphas_cumprod)
     known = {"trained_betas": betas.tolist(), "variance_type": variance_type, "prediction_type": prediction_type}
     return ExactDDPMScheduler(len(betas), **known).divergence_weights()
 
