@@ -31,7 +31,11 @@ _visits = itertools.count(1)  # of the fault point; safe from threads
 
 
 class Interrupted(BaseException):
-    """The end that a signal asked for. Not an Exception: no library may swallow it."""
+    """The end that a signal asked for, and what became of the work. Not an Exception: no library may swallow it."""
+
+    def __init__(self, signal_name: str, outcome: str):
+        super().__init__(f"{signal_name}: {outcome}")
+        self.signal_name, self.outcome = signal_name, outcome
 
 
 def catch_signals() -> None:
@@ -56,7 +60,7 @@ def stop_requested() -> str | None:
 def stop_if_requested(state: str) -> None:
     """Stop here if a signal asks for it; `state` says what is left and what to do."""
     if _requested is not None:
-        raise Interrupted(f"{_requested}: {state}")
+        raise Interrupted(_requested, state)
 
 
 @contextmanager
@@ -102,7 +106,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
     if sys.is_finalizing():
         return
     if not _deferred:
-        raise Interrupted(f"{name}: stopped; there was nothing to save")
+        raise Interrupted(name, "stopped; there was nothing to save")
     if _requested is None:
         _requested, _requested_at = name, time.monotonic()
     elif number == signal.SIGINT and time.monotonic() - _requested_at > SAME_KEY_PRESS_SECONDS:

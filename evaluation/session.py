@@ -114,9 +114,11 @@ class Session:
                     self._measure_models([model])
                     steps.append(model.step)
         except Interrupted as stop:
-            signal, _, where = str(stop).partition(":")
-            where = where if "images" in where else f" what has been measured is in {self.output_dir / results.RESULTS}"
-            raise Interrupted(f"{signal}:{where}; {self.run.path} is no longer watched") from stop
+            raise Interrupted(
+                stop.signal_name,
+                f"what has been measured is in {self.output_dir / results.RESULTS}, and images so far are kept; "
+                f"{self.run.path} is no longer watched",
+            ) from stop
         logger.info("The run is complete, and every checkpoint that could be read has been measured")
         # Only now: as long as the training went on, wandb and trackio were its own.
         for step in steps if self.processes.is_main else []:
@@ -191,10 +193,11 @@ class Session:
         try:
             self._measure_samples(samples, measured)
         except Interrupted as stop:
-            signal = str(stop).partition(":")[0]
-            where = f"stopped at {samples.name} (its images so far are kept); earlier results are in"
-            table = self.output_dir / results.RESULTS
-            raise Interrupted(f"{signal}: {where} {table}; start the same command again to continue") from stop
+            raise Interrupted(
+                stop.signal_name,
+                f"stopped at {samples.name} (its images so far are kept); earlier results are in "
+                f"{self.output_dir / results.RESULTS}; start the same command again to continue",
+            ) from stop
         return measured
 
     def _load_references(self, size: tuple[int, int], is_grey: bool | None, later: int) -> None:

@@ -11,9 +11,8 @@ from functools import partial
 
 import torch
 
-from common.errors import user_errors
 from common.interruption import Interrupted, fault_point, stop_requested
-from common.machine import fits_in_memory, is_out_of_memory, largest_batch
+from common.machine import can_be_compiled, fits_in_memory, is_out_of_memory, largest_batch
 from common.processes import Processes
 from common.progress import progress_bar
 from common.randomness import compile_words
@@ -125,10 +124,8 @@ def _generate(
             progress.report()
     if any(signals):
         total = sum(len(seeds) for _, seeds in batches)
-        raise Interrupted(
-            f"{next(filter(None, signals))}: stopped after {sum(counts):,} of {total:,} images; "
-            f"start the same command again to continue"
-        )
+        outcome = f"stopped after {sum(counts):,} of {total:,} images; start the same command again to continue"
+        raise Interrupted(next(filter(None, signals)), outcome)
 
 
 class BatchAbandoned(Exception):
@@ -166,11 +163,8 @@ class RunningNetwork:
     def warm_up(self, batches: Sequence[Batch]) -> None:
         """Run the network, which may take long at first, and log how long such passes will take for the batches."""
         batch_size = self.settings.batch_size
-        kinds = (Exception,) if self.settings.compile else ()  # whatever is missing on this machine for it
-        with (
-            user_errors("--compile: not possible here", *kinds),
-            fits_in_memory(self.processes.device, self.batch_that_fits),
-        ):
+        not_here = "--compile: this machine cannot compile the network; generate without it"
+        with can_be_compiled(not_here), fits_in_memory(self.processes.device, self.batch_that_fits):
             seconds = self.seconds_per_pass(batch_size)
         passes_per_second = sum(1 / of_one for of_one in self.processes.all_gather(seconds))
         passes, images = sum(len(job.method.timesteps) for job, _ in batches), sum(len(seeds) for _, seeds in batches)

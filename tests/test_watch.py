@@ -223,7 +223,7 @@ class TestBeside:
         def arrive(seconds: float) -> None:
             source = next(arriving, None)
             if source is None:
-                raise Interrupted("SIGINT: stopped; there was nothing to save")
+                raise Interrupted("SIGINT", "stopped; there was nothing to save")
             shutil.copytree(source, copy / source.name)
 
         monkeypatch.setattr(watching, "time", type("Clock", (), {"sleep": staticmethod(arrive)}))

@@ -94,8 +94,8 @@ class Milestones:
                 self.processes.barrier()
         if stopped:
             raise Interrupted(
-                f"{stop_requested() or 'a stop of another process'}: saved at step {step} in {self.folder.path}; "
-                f"{how_to_continue(self.config)}"
+                stop_requested() or "a stop of another process",
+                f"saved at step {step} in {self.folder.path}; {how_to_continue(self.config)}",
             )
 
     def catch_up(self, state: TrainingState) -> None:

@@ -96,7 +96,7 @@ def train(entry: Entry, plan: Path, threads: int) -> None:
     with stops_deferred():
         code = run_child(command, {**os.environ, "OMP_NUM_THREADS": str(threads)})
     if code == EXIT_INTERRUPTED:
-        raise Interrupted(f"{entry.name}: stopped in its training; start the same command again to continue")
+        raise Interrupted(entry.name, "stopped in its training; start the same command again to continue")
     if code == UserError.exit_code:
         raise UserError(f"{entry.name} cannot be trained: the line above says why")
     if code != 0:
