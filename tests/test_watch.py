@@ -131,7 +131,7 @@ class TestWithin:
             measured_within("never")
         codes = iter([0, 1, 0])
         run = measured_within("run")
-        assert "checkpoint-2 is not measured: evaluate.py ended with 1" in capsys.readouterr().err
+        assert "checkpoint-2 is not measured: evaluate.py ended with exit code 1" in capsys.readouterr().err
         assert len(lines_of(run, "metrics.jsonl")) == 4
 
     def test_the_training_speaks_to_wandb_alone(self, measured_within, monkeypatch):
@@ -243,7 +243,7 @@ class TestBeside:
 
         monkeypatch.setattr(Session, "_measure_samples", pruned_meanwhile)
         with pytest.raises(
-            Interrupted, match="SIGINT: what has been measured is in .*results.csv; .* is no longer watched"
+            Interrupted, match="SIGINT: what has been measured is in .*results.csv, and .* is no longer watched"
         ):
             evaluate(f"--run_dir={growing}", *SAMPLED, "--watch", "--keep_best=fd")
         assert measured == ["checkpoint-2", "checkpoint-4"]
