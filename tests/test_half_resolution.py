@@ -153,7 +153,7 @@ def test_a_run_that_is_over_before_the_images_grow_says_so(train, tmp_path, caps
     train(tmp_path / "run", "--half_resolution_steps=1000000", "--max_train_steps=2000000", "--max_train_seconds=0.2")
     assert "has not been trained on whole images yet; that begins after step 1000000" in capsys.readouterr().err
     train(tmp_path / "grown", "--half_resolution_steps=1", "--max_train_steps=2")
-    assert "in its own size" not in capsys.readouterr().err
+    assert "on whole images" not in capsys.readouterr().err
 
 
 def test_checkpoints_are_not_measured_before_the_images_grow(train, tmp_path, monkeypatch):
