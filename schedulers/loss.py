@@ -88,7 +88,7 @@ ConditionInputs = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 DELAY = 2
 SHARE_OF_BOUND = 0.001  # of L_vlb in L_hybrid
 BATCHES_TRIED, IMAGES_TRIED = 8, 128  # of a sampler of the user's, before a run with it
-PENDING = "pending."  # begins the names of losses in a checkpoint that the sampler has not observed yet
+PENDING = "on_their_way."  # begins the names of losses in a checkpoint that the sampler has not observed yet
 
 
 def normalise(images: torch.Tensor) -> torch.Tensor:

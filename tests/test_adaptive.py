@@ -548,7 +548,7 @@ def test_resumed_equals_uninterrupted(name, train, tmp_path, monkeypatch):
         assert state["queued"] == 11
         assert state["shapes"].std() > 0
     else:
-        assert {key for key in state if key.startswith("pending")} >= {"pending.20.losses"}
+        assert {key for key in state if key.startswith("on_their_way")} >= {"on_their_way.20.losses"}
     if name == "loss_second_moment":
         assert (state["counts"] >= 2).all()
     if name == "infonoise":
