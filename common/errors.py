@@ -19,7 +19,7 @@ from types import ModuleType
 
 from common.interruption import EXIT_INTERRUPTED, Interrupted, catch_signals, release_signals
 
-# Seconds by which a process may meet a mistake before the one that says it; starting up takes long on a busy machine.
+# Seconds that a process may be ahead of the one that reports a mistake; a busy machine is slow to start processes.
 LONGEST_HEAD_START = 10
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,7 +59,7 @@ def run_script(main: Callable[[], None]) -> None:
     open_streams()
     catch_signals()
     threading.excepthook = lambda failure: say(f"a thread has ended: {describe(failure.exc_value)}")
-    is_local_main = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"  # one of each machine is
+    is_local_main = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"  # one on each machine
     try:
         main()
     except Exception as error:
@@ -119,7 +119,7 @@ def say(message: str) -> None:
 
 
 def describe(error: BaseException | None) -> str:
-    """Say what went wrong; of what nobody expected also what kind it is and where in this project it came up."""
+    """Say what went wrong; for an unexpected error also its type, and where in this project it occurred."""
     if error is None or isinstance(error, UserError):
         return str(error)
     files = [frame for frame in traceback.extract_tb(error.__traceback__) if ROOT in Path(frame.filename).parents]
@@ -129,17 +129,17 @@ def describe(error: BaseException | None) -> str:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the error that began it."""
+    """Return the error at the start of the chain of causes."""
     return error if error.__cause__ is None else first_cause(error.__cause__)
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what the system or a library has to say, in a line, for the end of one of our own."""
+    """Return the system's or a library's message as one line, to be quoted at the end of another."""
     return getattr(error, "strerror", None) or next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def reason_of_hub(error: BaseException) -> str:
-    """Return why something could not be had from the Hub; that it was not asked, or not reached, says no library."""
+    """Return why something could not be had from the Hub; libraries do not say that it was not asked or not reached."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return "HF_HUB_OFFLINE is set, and there is no copy of it on this machine"
     cause = first_cause(error)
@@ -149,9 +149,9 @@ def reason_of_hub(error: BaseException) -> str:
 
 
 class Stream(io.FileIO):
-    """Standard output or error that outlives what it leads to: a closed pipe, a full disk, a terminal that is gone.
+    """Standard output or error that survives the loss of its target: a closed pipe, a full disk, a vanished terminal.
 
-    After a pipe is closed, output is discarded. What a full disk does not take of it goes to standard error.
+    After a pipe is closed, output is discarded. Standard output that a full disk refuses goes to standard error.
     """
 
     def write(self, data: bytes) -> int | None:
@@ -169,13 +169,13 @@ class Stream(io.FileIO):
 
 
 def open_streams() -> None:
-    """Make standard output and error streams that no write to them can fail; open those that are closed."""
+    """Make standard output and error streams whose writes never fail, and open them if they are closed."""
     if sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__:
         return  # somebody listens, as tests do
     for number in (0, 2, 1):
         try:
             os.fstat(number)
-        except OSError:  # or the next file that is opened would get this number, and all that is printed
+        except OSError:  # otherwise the next file opened would get this number, and all that is printed
             if number == 1:
                 os.dup2(2, 1)
             else:

@@ -1,4 +1,4 @@
-"""Files that are whole, the old one or the new one, whatever happens in between; and folders of one process."""
+"""Replace files so that either the old or the new one is always whole, and lock folders for one process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 LOCK_FILE, TURN_FILE = ".lock", ".turn.lock"
 CHECKSUM = "checksum"  # in the metadata of what `save_safetensors` writes
 MOST_LAYERS = 1000
-UMASK = os.umask(0o077)  # it can only be read by setting another, here before there are threads
+UMASK = os.umask(0o077)  # reading it means setting another, so this is done before there are threads
 os.umask(UMASK)
 _locks: dict[Path, IO] = {}
 
 
 def sync(path: Path) -> None:
-    """Return when the disk, not only the kernel, knows a file or a folder's entries."""
+    """Wait until a file, or a folder's list of entries, has reached the disk and not only the kernel."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -74,7 +74,7 @@ def save_safetensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dic
     metadata = metadata or {}
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() and not path.is_symlink():
-        path.rmdir()  # an empty folder is in the way; one that holds something is not ours to remove
+        path.rmdir()  # removes an empty folder that is in the way; fails if the folder holds anything
     with written_aside(path) as aside:
         try:
             save_file(tensors, aside, {**metadata, CHECKSUM: checksum(tensors, metadata)})
@@ -84,7 +84,7 @@ def save_safetensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dic
 
 
 def follow_umask(path: Path) -> None:
-    """Let others read the safetensors at a path or in a folder as the umask says: written, only their owner can."""
+    """Give safetensors, one file or all in a folder, the umask's permissions: as written, only the owner has any."""
     for file in path.rglob("*.safetensors") if path.is_dir() else [path]:
         with contextlib.suppress(OSError):  # some file systems have no such rights
             file.chmod(0o666 & ~UMASK)
@@ -188,7 +188,7 @@ def check_folder(path: Path, flag: str = "--output_dir") -> bool:
 
 
 def default_cache_dir() -> Path:
-    """Return where what can be made again is kept between runs."""
+    """Return the folder that keeps, between runs, whatever can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "exact-ddpm"
 
 
@@ -213,9 +213,9 @@ def lock(path: Path, flag: str = "--output_dir") -> None:
 
 @contextlib.contextmanager
 def in_turn(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in here for this folder: for a file that is read, changed and written back.
+    """Let only one process at a time work on this folder, so that it can read, change and write back a file.
 
-    It is apart from `lock`, which a training holds while others measure its run. Nothing is left in the folder.
+    This is separate from `lock`, which a training holds while others measure its run. No file is left behind.
     """
     path, is_ours = folder / TURN_FILE, False
     while not is_ours:
@@ -224,7 +224,7 @@ def in_turn(folder: Path) -> Iterator[None]:
                 fcntl.lockf(file, fcntl.LOCK_EX)
             except OSError as error:
                 logger.warning("%s cannot be locked (%s): make sure that nobody else writes", folder, error.strerror)
-            with contextlib.suppress(FileNotFoundError):  # who was here before has removed the file that we waited for
+            with contextlib.suppress(FileNotFoundError):  # the previous process has removed the awaited file
                 is_ours = os.path.samefile(path, file.fileno())
             if is_ours:
                 try:
@@ -234,14 +234,14 @@ def in_turn(folder: Path) -> Iterator[None]:
 
 
 def unlock(path: Path) -> None:
-    """Give a folder up that `lock` holds, so that nothing in it tells of this process."""
+    """Release a folder that `lock` holds, and leave no trace of this process in it."""
     if file := _locks.pop(path.resolve(), None):
         (path / LOCK_FILE).unlink(missing_ok=True)
         file.close()
 
 
 def portable(name: str) -> str:
-    """Return a name as it is on every machine: macOS splits accents in two characters, and bytes may be no text."""
+    """Return a name in the form that all machines share: macOS stores an accent apart, and bytes may not be text."""
     try:
         data = name.encode("utf-8", "surrogateescape")  # the bytes that the system has
     except UnicodeEncodeError:  # of JSON

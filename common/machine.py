@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_WORKERS = 4
 # What torch, cuDNN and cuBLAS say of a device, and torch of a machine, that has no memory left.
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
-LARGEST_MEASURED = 16  # images in a batch whose memory is measured; that of larger ones follows from it
+LARGEST_MEASURED = 16  # images in the largest batch whose memory is measured; that of larger ones is extrapolated
 CALLS_BEFORE_CAPTURE = 3  # of a CUDA graph, in which torch, cuDNN and cuBLAS get ready
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 LARGEST_KEPT = 32 * 2**20  # bytes: the most that glibc takes for M_MMAP_THRESHOLD
@@ -64,7 +64,7 @@ def _cgroup_quotas(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Pa
 
 
 def is_out_of_memory(error: BaseException, device: torch.device) -> bool:
-    """Tell whether the memory of the device did not suffice; that of the machine is a CPU's alone."""
+    """Tell whether the device ran out of memory; a `MemoryError` counts only if the device is the CPU."""
     import torch
 
     if isinstance(error, MemoryError):
@@ -75,9 +75,9 @@ def is_out_of_memory(error: BaseException, device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def fits_in_memory(device: torch.device, advice: Callable[[], str]) -> Iterator[None]:
-    """End with advice on what to lower where the memory of the device does not suffice.
+    """End with advice on what to lower if the device runs out of memory inside this context.
 
-    What was under way is gone when the advice is asked for, so that it may measure what would fit.
+    The failed work is freed before `advice` is called, so that it can measure what would fit.
     """
     try:
         yield
@@ -90,10 +90,10 @@ def fits_in_memory(device: torch.device, advice: Callable[[], str]) -> Iterator[
 
 
 def largest_batch(run: Callable[[int], object], device: torch.device, failed: int, to_come: int = 0) -> int:
-    """Estimate how many images, fewer than `failed`, fit in the free memory, `to_come` bytes of which have other uses.
+    """Estimate how many images, fewer than `failed`, fit in the free memory less the `to_come` bytes needed elsewhere.
 
-    `run` is called with small batches, twice as large each time, to measure what they take. In the smallest the
-    gradient of the weights covers up what the images take, so the two largest count.
+    `run` is called with small batches, twice as large each time, to measure their memory. In the smallest, the memory
+    of the weights' gradient hides that of the images, so only the two largest are used.
     """
     measured, size = [(0, 0)], 1
     while size < failed and size <= LARGEST_MEASURED:
@@ -141,7 +141,7 @@ def multiplies_bf16(device: torch.device) -> bool:
 
 
 def peak_memory(action: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes that an action takes at any time, beyond what is taken already."""
+    """Return the peak memory of an action in bytes, beyond what is in use already."""
     import torch
 
     if device.type != "cuda":
@@ -153,7 +153,7 @@ def peak_memory(action: Callable[[], object], device: torch.device) -> int:
 
 
 def peak_of_tensors(action: Callable[[], object]) -> int:
-    """Count the bytes of the tensors that an action makes, the most at any time; a CPU has no counter of its own."""
+    """Return the peak bytes of the tensors that an action makes, counted here because a CPU has no such counter."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_iter
     from torch.utils.weak import WeakIdKeyDictionary
@@ -188,18 +188,18 @@ def peak_of_tensors(action: Callable[[], object]) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next one: to be given clean pages anew takes a tenth of it on a CPU."""
+    """Let glibc keep freed memory for the next step: getting cleared pages again takes a tenth of a step on a CPU."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_TRIM_THRESHOLD, -1)  # which ends the other's growing by itself, from 128 kB
+        mallopt(M_TRIM_THRESHOLD, -1)  # also keeps the other threshold from growing by itself, from 128 kB
         mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
 
 
 @contextlib.contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Let Python collect garbage only when told to: while it does, at a moment of its own, all processes wait.
+    """Let Python collect garbage only when told to: when one process collects on its own, all others wait for it.
 
-    What is there already, modules for the most part, is not looked at again.
+    Objects that already exist, mostly modules, are left out of later collections.
     """
     gc.collect()
     gc.freeze()
@@ -251,11 +251,11 @@ class PendingCopy:
 
 
 class CapturedWork:
-    """Work of a GPU that the host starts with one call, however many operations it is: a CUDA graph.
+    """GPU work that the host starts with a single call, however many operations it contains: a CUDA graph.
 
     A graph reads its inputs where they were when it was captured, so they are copied there, and what it returns is
-    overwritten by the next call. The first calls run as they are, on the stream that captures, until all that is made
-    once has been made.
+    overwritten by the next call. The first calls run without a graph, on the stream that captures, until everything
+    that is created only once exists.
     """
 
     def __init__(self, work: Callable[..., tuple[torch.Tensor, ...]]):
@@ -285,7 +285,7 @@ class CapturedWork:
 
 
 class Stopwatch:
-    """The sum of the times between `start` and `stop` on a device, which nobody waits for: on a GPU as events."""
+    """Sums the times between `start` and `stop` on a device without waiting for it: on a GPU by recording events."""
 
     def __init__(self, device: torch.device):
         self._device, self._total = device, 0.0

@@ -62,13 +62,13 @@ class Facts:
     repeatable: bool = False  # a list whose flag may be given several times
     instead_of: str | None = None  # another way to say the same: a flag for one replaces the other in a file
     only_with: str | Callable[[str], str] = ""  # has an effect if one of these is on, as in "ema_warmup logger=wandb"
-    not_with: str = ""  # has none if one of these is on
-    may_be_empty: bool = False  # a text, for which that means something
-    nothing: object = None  # the value that asks for nothing, which is no mistake then
-    saved: bool = True  # is the run's; otherwise it belongs to one invocation, and is not written down
+    not_with: str = ""  # has no effect if one of these is on
+    may_be_empty: bool = False  # a text for which being empty has a meaning
+    nothing: object = None  # the value that asks for nothing, and so is no mistake even without effect
+    saved: bool = True  # belongs to the run; otherwise only to one invocation, and is not saved
     may_change: bool = False  # with another value the run is still the same run
     fixed: bool = False  # with another value a checkpoint is of no use
-    on_card: bool = True  # is of interest to who uses the model
+    on_card: bool = True  # is of interest to users of the model
 
 
 def option(default, help: str, must_be: Range | None = None, **facts):  # noqa: A002 (argparse's own word)
@@ -98,7 +98,7 @@ class ConfigOptions:
 
 
 def sections_of(kind: type) -> list[type]:
-    """Return the sections that a class of options inherits from, the last of the help first, in the help's order."""
+    """Return the sections that a class of options inherits from, in the help's order: the last base comes first."""
     return [base for base in reversed(kind.__mro__) if "_facts" in vars(base)]
 
 
@@ -111,7 +111,7 @@ def facts_of(kind: type) -> dict[str, Facts]:
 
 @cache
 def habits() -> dict[str, dict]:
-    """Read what people type who come from other programs, and what it means here."""
+    """Read the flags that users of other programs type, and their meaning here."""
     return yaml.safe_load(Path(__file__).with_name("habits.yaml").read_text(encoding="utf-8"))
 
 
@@ -147,7 +147,7 @@ def in_own_names(arguments: Iterable[str], kind: type) -> list[str]:
 
 
 def _is_ignored(name: str) -> bool:
-    """Tell a name of something that is not needed here, and say so, once on a machine."""
+    """Tell whether a name is of something that is not needed here; if so print a note, once per machine."""
     reason = habits()["ignored"].get(name, habits()["ignored"].get(f"{name}="))
     if reason is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         say(f"note: {name} is not needed and ignored: {reason}")
@@ -168,7 +168,7 @@ def parse_options(
     usage: str = "%(prog)s [--flag value ...]",
     from_file: Mapping[str, list[str]] | None = None,
 ) -> Options:
-    """Return the options with `arguments` over `from_file` over the defaults, each in its range and with an effect."""
+    """Return the options: `arguments` over `from_file` over the defaults, each checked for its range and its effect."""
     facts, arguments = facts_of(kind), in_own_names(arguments, kind)
     if from_file is None and (file := value_of_flag(arguments, "config", "the name of a YAML file")) is not None:
         from_file = read_config_file(Path(file).expanduser(), kind)
@@ -244,7 +244,7 @@ def _checked(name: str, value: object, facts: Facts) -> object:
 
 
 def _check_effects(options: object, given: set[str]) -> None:
-    """Raise for an option that does nothing beside the others; one of a file may be left over from what flags chose."""
+    """Raise for an option that the others leave without effect; one from a file is reset if flags are the cause."""
     facts = facts_of(type(options))
 
     def is_on(wish: str) -> bool:
@@ -291,7 +291,7 @@ def _make_parser(kind: type, description: str = "", usage: str = "") -> argparse
     class Parser(HfArgumentParser):
         @staticmethod
         def _parse_dataclass_field(parser: argparse.ArgumentParser, field: Field) -> None:
-            """Hand argparse what it knows of the facts."""
+            """Hand argparse only those facts that it understands."""
             facts, field = Facts(**field.metadata), copy.copy(field)
             field.metadata = {"help": facts.help}
             field.metadata |= {"action": "extend"} if facts.repeatable else {}
@@ -338,7 +338,7 @@ def examples() -> str:
 
 
 def value_of_flag(arguments: list[str], name: str, what: str) -> str | None:
-    """Return the value that the command line gives a flag, if it does; for what the parser must know first."""
+    """Return the value of a flag on the command line, if it is there; for flags that must be known before parsing."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{name}", dest="value", nargs="?", const="")
     value = parser.parse_known_args(arguments)[0].value
@@ -379,7 +379,7 @@ def read_config_file(path: Path, kind: type) -> dict[str, list[str]]:
         raise UserError(f"--config {path}: cannot be read ({error.strerror})") from error
     except UserError as error:
         raise UserError(f"--config {path}: {error}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of a text, a date or a depth that YAML has not
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # from text, dates or nesting that YAML cannot read
         raise UserError(f"--config {path}: is not valid YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: must be a list of 'name: value' lines, as configs/digits.yaml is")

@@ -33,15 +33,15 @@ LOST_CONTACT = re.compile("connection|timed out|timeout|peer|nccl|socket", re.IG
 # Long enough for one process per machine to decode a large data set, or to make its last batch of images with a slow
 # network, while the others wait. A process that has died is noticed at once.
 PATIENCE = timedelta(days=1)
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # is there where the driver is loaded
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # exists if the driver is loaded
 # A process that has not come to a step for this long is lost. One that has died is noticed at once.
 LOST_AFTER = timedelta(minutes=10)
 # NCCL ends a process without a word; gloo, which names the lost one, is to notice first.
 LOST_ON_DEVICE_AFTER = 2 * LOST_AFTER
-SLURM_PORTS = range(12_000, 32_000)  # below those that Linux gives to whoever asks for any
+SLURM_PORTS = range(12_000, 32_000)  # below the ports that Linux assigns when a program asks for any free one
 # The buckets that DDP exchanges double as gradients, which saves a copy of them.
 GRADIENT_EXCHANGE = {"gradient_as_bucket_view": True}
-# What `accelerate config` can switch on in the environment, and the scripts have no use for.
+# Features that `accelerate config` can switch on in the environment, but that the scripts do not use.
 NOT_USED = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "PARALLELISM_CONFIG": "parallelism"}
 YES = ("1", "true", "yes", "on", "y", "t")
 ROLL_CALL_SECONDS = 10
@@ -80,7 +80,7 @@ class Processes:
             self._store = self._open_store()
 
     def all_reduce_any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any process; for every step."""
+        """Return whether the flag is set on any process; for use at every step."""
         if self.count == 1:
             return flag
         shared = torch.tensor([flag], dtype=torch.int8)
@@ -89,9 +89,9 @@ class Processes:
         return bool(shared.item())
 
     def any_a_step_ago(self, *flags: bool) -> list[bool]:
-        """Return which flags were set on any process when this was last called; alone, which are set now.
+        """Return which flags were set on any process at the previous call; a single process gets its current flags.
 
-        So a step waits for no other process: the answer comes while the device works on it.
+        This way no step waits for other processes: the answer arrives while the device is computing.
         """
         if self.count == 1:
             return list(flags)
@@ -149,7 +149,7 @@ class Processes:
 
     @contextmanager
     def reporting_dead_peers(self) -> Iterator[None]:
-        """End with the number of a process that is lost meanwhile, not with a hang or a traceback."""
+        """End with the number of any process that is lost inside this context, not with a hang or a traceback."""
         try:
             yield
         except RuntimeError as error:
@@ -162,12 +162,12 @@ class Processes:
             ) from error
 
     def _open_store(self) -> dist.TCPStore:
-        """Open a place to answer a roll call that needs no connection to the one who is lost; process 0 keeps it."""
+        """Open the store, kept by process 0, for roll calls that need no connection to a lost process."""
         host = os.environ["MASTER_ADDR"]
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.is_main else None
         port = self.broadcast(store.port if store is not None else None)
         store = store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
-        self.barrier()  # process 0 may end at once, for a mistake, and others would look for it for minutes
+        self.barrier()  # otherwise process 0 could end early, over a mistake, and the others search for it for minutes
         return store
 
     def _call_roll(self) -> str:
@@ -203,8 +203,8 @@ class Processes:
     def run_script(self, script: str, flags: Sequence[str], **environment: str) -> list[int]:
         """Run a script of this project beside every process, on its device, and return all exit codes.
 
-        What is started finds one another as these processes did. Meanwhile nobody waits in a collective, which would
-        time out, only for its own child.
+        The scripts find one another as these processes did. Meanwhile each process waits only for its own child, not in
+        a collective, which would time out.
         """
         environment = {**os.environ, **environment}
         if self.count > 1:
@@ -240,7 +240,7 @@ def start_processes(options: ProcessOptions) -> Processes:
     if precision not in ("no", "fp16", "bf16"):
         raise UserError(f"mixed precision {precision}, of accelerate's configuration: only no, fp16 and bf16 work here")
     check_cuda()
-    # DDP would be told that process 3 of a machine has GPU 3; of tasks that see one GPU each, it has GPU 0.
+    # DDP would be told that process 3 of a machine has GPU 3; but a task that sees only one GPU has GPU 0.
     os.environ.setdefault("ACCELERATE_BYPASS_DEVICE_MAP", "true")
     try:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
@@ -274,7 +274,7 @@ def start_processes(options: ProcessOptions) -> Processes:
         )
     several_wanted = {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys() and "LOCAL_RANK" not in os.environ
     if several_wanted and accelerator.device.type == "cpu":
-        # accelerate has set the address where the processes meet, but has started one; the batch would be another.
+        # accelerate has set an address for processes to meet at, but started only one, which would change the batch.
         raise UserError("accelerate launch starts one process on the CPU, whatever --num_processes is: use torchrun")
     try:
         processes = Processes(accelerator)
@@ -303,7 +303,7 @@ def start_processes(options: ProcessOptions) -> Processes:
 
 
 def adopt_slurm_tasks(environment: MutableMapping[str, str]) -> None:
-    """Tell the tasks that srun started of one another in torchrun's variables, unless a launcher did.
+    """Set torchrun's variables so that the tasks of srun find one another, unless a launcher has done so.
 
     A batch script has most of SLURM's variables too, but is no task of a step.
     """
@@ -332,7 +332,7 @@ def adopt_slurm_tasks(environment: MutableMapping[str, str]) -> None:
 
 
 def check_accelerate(environment: MutableMapping[str, str]) -> None:
-    """Raise if `accelerate config` asks for what would change a training without a word, or do nothing."""
+    """Raise if `accelerate config` asks for something that would silently change a training, or have no effect."""
     asked = [what for name, what in NOT_USED.items() if environment.get(f"ACCELERATE_USE_{name}", "").lower() in YES]
     if asked:
         raise UserError(
@@ -354,7 +354,7 @@ def check_accelerate(environment: MutableMapping[str, str]) -> None:
 
 
 def leave_group() -> None:
-    """Leave the group at the end of a process that has failed; on GPUs nothing that is under way is waited for."""
+    """Leave the group when a failed process ends; on GPUs, without waiting for work that is under way."""
     if not dist.is_initialized():
         return
     if dist.get_backend() == "nccl":
@@ -373,7 +373,7 @@ def wants_cpu() -> bool:
 
 
 def check_cuda() -> None:
-    """Raise if there is an NVIDIA driver that torch cannot use: days on the CPU are what nobody meant."""
+    """Raise if torch cannot use the NVIDIA driver that is there: nobody means to train on the CPU for days."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
     if torch.accelerator.is_available() or hidden or wants_cpu() or not NVIDIA_DRIVER.exists():
         return
@@ -386,7 +386,7 @@ def check_cuda() -> None:
 
 
 def check_devices(processes: Processes) -> None:
-    """Raise if two processes have one GPU: more were started than there are, and NCCL cannot work with that."""
+    """Raise if two processes share a GPU: more processes were started than there are GPUs, and NCCL needs one each."""
     if processes.device.type != "cuda":
         return
     devices = set(processes.all_gather(str(torch.cuda.get_device_properties(processes.device).uuid)))

@@ -1,4 +1,4 @@
-"""What the network is given besides a noisy image and its timestep: nothing, a class, or a caption.
+"""The condition given to the network besides a noisy image and its timestep: nothing, a class, or a caption.
 
 A condition is a row of a table: of classes, or of captions as a frozen encoder sees them. One row stands for no
 condition; a training image gets it with the probability `condition_dropout`, for classifier-free guidance (Ho &

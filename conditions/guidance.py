@@ -1,4 +1,4 @@
-"""What generated images show: classes or prompts, which seed gets which, and how strongly guidance enforces it."""
+"""The content of generated images: classes or prompts, which seed gets which, and how strong the guidance is."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class EvaluationOptions(
 
     @property
     def precision(self) -> str:
-        """Return what is noted beside the results: numbers of one kind are compared."""
+        """Return the precision as noted beside the results; only results with the same one are compared."""
         names = [self.mixed_precision] * (self.mixed_precision != "no") + ["TF32"] * self.allow_tf32
         return " with ".join(names) or "no"
 
@@ -216,7 +216,7 @@ def parse_evaluation(arguments: list[str]) -> EvaluationOptions:
 
 
 def validate(options: EvaluationOptions) -> None:
-    """Raise for what no evaluation can be."""
+    """Raise for options with which no evaluation is possible."""
     chosen_method(options)
     named = [f"--{name}" for name in ("generated", "run_dir", "compare") if getattr(options, name)]
     references = ("real", "dataset_name", "train_data_dir", "statistics")

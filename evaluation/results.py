@@ -1,4 +1,4 @@
-"""What was measured: a table that grows by rows and columns, the best of each, and the trackers."""
+"""The results: a table that grows by rows and columns, the best of each metric and method, and the trackers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Row = dict[str, str | int | float | None]
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured and how; two rows that agree in all of it are one."""
+    """The subject of a measurement and its method; rows that agree in all of these fields are the same row."""
 
     step: int | None
     train_seconds: float | None
@@ -154,7 +154,7 @@ def comparable_rows(
 
 
 def repeated(measured: Measured, times: int) -> Measured:
-    """Return what the mean over so many sets of images is of; the first set is given."""
+    """Describe the mean over `times` sets of images, given the description of the first set."""
     return replace(measured, settings=" ".join(filter(None, [measured.settings, f"repeats={times}"])))
 
 

@@ -164,12 +164,12 @@ class Samples:
 
     @property
     def identity(self) -> str:
-        """Return what makes these images, in words that are others for whatever makes other images."""
+        """Return a text that identifies these images: it differs for anything that would make other images."""
         which = (self.which,) if self.which else ()
         return repr((self.job.model.sha256, *sorted(self.settings.items()), self.inference, *which))
 
     def unmeasured(self, output_dir: Path) -> Path:
-        """Return that folder."""
+        """Return the folder that holds the images until they are measured."""
         key = hashlib.blake2b(self.identity.encode(), digest_size=4).hexdigest()
         return output_dir / UNMEASURED / f"{self.job.model.label}-{key}"
 

@@ -82,7 +82,7 @@ def next_checkpoint(run: RunFolder, weights: str | None, seen: set[tuple[str, in
 
 
 def remove_abandoned(run: Path) -> None:
-    """Remove what watchers of this machine held that have been killed."""
+    """Remove checkpoints still held by watchers on this machine that have been killed."""
     for folder in run.glob(f".*.{HELD}-{glob.escape(platform.node())}-*"):
         pid = folder.name.rpartition("-")[2]
         if not (pid.isdecimal() and psutil.pid_exists(int(pid))):

@@ -26,7 +26,7 @@ MOST_FRAMES = 50
 
 @dataclass(frozen=True)
 class Wish:
-    """What somebody asks for; None is the default of generate.py."""
+    """A request for images; None stands for the default of generate.py."""
 
     seed: int | None = 0
     num_images: int | None = 1

@@ -219,7 +219,7 @@ class GenerationOptions(
 
     @property
     def default_sampler(self) -> str:
-        """Return DDIM between two seeds: one can only go where the noise is all in the start."""
+        """Return DDIM to interpolate between seeds, which only works if all noise is at the start; otherwise DDPM."""
         return "ddim" if self.interpolate else "ddpm"
 
 

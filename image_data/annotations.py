@@ -1,4 +1,4 @@
-"""What a data set says of its images besides their pixels: classes and captions."""
+"""The annotations of a data set's images: classes and captions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

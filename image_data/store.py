@@ -87,7 +87,7 @@ def load_training_images(
 
 
 class Decoded(NamedTuple):
-    """What came of an image: its pixels, if they are wanted, and the height and width that it is stored in."""
+    """A decoded image: its pixels, if they are wanted, and the height and width of the stored image."""
 
     pixels: np.ndarray | None
     size: tuple[int, int]
@@ -122,7 +122,7 @@ class ImageDecoder:
 
 @dataclass
 class _Index:
-    """What a prepared folder holds."""
+    """The contents of a prepared folder."""
 
     kept: np.ndarray  # int64: the row in the source of every image
     heights: np.ndarray  # int32, like the widths; both are empty if there are no pixels

@@ -1,4 +1,4 @@
-"""Which collection of photos this is, and what its folders say: class, caption, split.
+"""Recognise a collection of photos, and read class, caption and split from its folders.
 
 To add a layout, write a function that returns the photos of a folder, or None if the folder has another layout, and
 add it to `LAYOUTS`.

@@ -79,7 +79,7 @@ class PrepareOptions(ConfigOptions, PreparationOptions):
 
 
 def parse_prepare_options(arguments: list[str]) -> PrepareOptions:
-    """Return the options of prepare_data.py; raise for what no preparation can be."""
+    """Return the options of prepare_data.py; raise for values with which no preparation is possible."""
     options = parse_options(
         PrepareOptions,
         sorted(arguments, key=lambda argument: argument == "--check"),  # last, so that the source may follow it

@@ -53,15 +53,15 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 SNAPSHOTS = "ema_snapshots"
 # The relative standard deviations of the averages that --ema power keeps, as in EDM2; the first is the run's own.
 POWER_LENGTHS = (0.05, 0.1)
-SAVED = f".{PREFIX}saved"  # beside the checkpoints once there is one, so that a run knows that its own were taken away
+SAVED = f".{PREFIX}saved"  # marks that checkpoints were saved, so that a run can tell when they were taken away
 
-# A run with another of these is no continuation of the same run.
+# A run in which any of these differs is not a continuation of the same run.
 FIXED = {name for name, facts in facts_of(ConditionalConfig).items() if facts.fixed}
 FIXED |= {"images", "class_names", "encoder"}
 
 
 class InvalidCheckpoint(Exception):
-    """A checkpoint that is not what was written, with the reason."""
+    """Raised for a checkpoint that differs from what was written; gives the reason."""
 
 
 def step_of(checkpoint: Path | str) -> int | None:
@@ -79,6 +79,11 @@ def checkpoints(output_dir: Path) -> list[Path]:
     """Return the checkpoint folders of a run, oldest first."""
     folders = (path for path in output_dir.glob(f"{PREFIX}*") if step_of(path) is not None and path.is_dir())
     return sorted(folders, key=step_of)
+
+
+def last_good(checkpoint: Path | None) -> str:
+    """Say, at the end of a message about a failure, what there is to go on from."""
+    return f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
 
 
 def newest(output_dir: Path) -> Path | None:
@@ -102,7 +107,7 @@ class CheckpointWriter:
         self.failure: Exception | None = None
 
     def save(self, state: TrainingState, with_snapshot: bool) -> None:
-        """Begin to save; the snapshot, if there are any, is only of steps that an interruption does not add."""
+        """Begin to save; snapshots, if the run keeps any, are only for regular steps, not for interruptions."""
         self.wait()
         self.with_snapshot = with_snapshot
         files = checkpoint_files(state)
@@ -125,7 +130,7 @@ class CheckpointWriter:
         if self.failure is not None:
             raise RunFailed(
                 f"step {state.step} could not be saved ({reason_of(self.failure)}); "
-                f"the last good checkpoint is {newest(self.output_dir)}"
+                f"{last_good(newest(self.output_dir))}"
             )
 
     def _write(self, target: Path, files: dict[str, CheckpointFile], snapshot: dict[str, torch.Tensor]) -> None:
@@ -133,7 +138,7 @@ class CheckpointWriter:
         aside = target.with_name(f".{target.name}.tmp")
         try:
             shutil.rmtree(aside, ignore_errors=True)
-            if snapshot:  # first: a run that goes on from the checkpoint has it
+            if snapshot:  # first, so that a run that continues from the checkpoint has it
                 save_safetensors(snapshot, snapshot_file(self.output_dir, step_of(target)))
                 fault_point("save-snapshot")
             write_files(aside, files)
@@ -147,7 +152,7 @@ class CheckpointWriter:
             shutil.rmtree(aside, ignore_errors=True)
             logger.warning(
                 f"{target.name} could not be saved: {reason_of(error)}. Training continues, and the next save tries "
-                f"again; the last good checkpoint is {newest(self.output_dir)}"
+                f"again; {last_good(newest(self.output_dir))}"
             )
         else:
             self._prune()
@@ -249,7 +254,7 @@ def find_checkpoint(config: TrainingConfig) -> Path | None:
 
 def _newest_valid(output_dir: Path) -> Path | None:
     """Return the newest checkpoint that is whole, if there is any; newer ones are set aside."""
-    # Left by a process that was killed: between the two names of a replacement, the new one is whole and has no name.
+    # If a process was killed between the two renames of a replacement, the new folder is whole but not yet renamed.
     for old in output_dir.glob(f".{PREFIX}*.old"):
         new, target = old.with_suffix(".tmp"), output_dir / old.stem.removeprefix(".")
         if new.exists() and not target.exists():
@@ -290,7 +295,7 @@ def is_own(checkpoint: Path | None, config: TrainingConfig) -> bool:
 
 
 def goes_back(config: TrainingConfig) -> bool:
-    """Tell whether the run is to go on from a checkpoint of its own that is named, and need not be the newest."""
+    """Tell whether the run is to continue from a named checkpoint of its own, which need not be the newest."""
     return is_own(named_folder(config), config)
 
 
@@ -407,7 +412,7 @@ def snapshot_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 def discard_snapshots(output_dir: Path, after_step: int) -> None:
-    """Remove what the run that goes on from this step will write anew, and what a killed process left."""
+    """Remove snapshots that a run continuing from this step will write again, and leftovers of killed processes."""
     later = [path for step, path in snapshot_files(output_dir).items() if step > after_step]
     for path in [*later, *(output_dir / SNAPSHOTS).glob(".*.tmp")]:
         path.unlink()
@@ -446,12 +451,12 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> list[
 
 
 def is_of_learned_variance(change: str) -> bool:
-    """Tell whether what the network's output means has changed, as no fixed variance changes it."""
+    """Tell whether a change involves a learned variance, which alters the meaning of the network's output."""
     return change.startswith("variance_type ") and "learned" in change
 
 
 def changed_settings(before: dict[str, object], now: dict[str, object]) -> list[str]:
-    """Return each setting that makes another run of this one, with both values; one not written had its default."""
+    """Return each setting that differs between the runs, with both values; one that was not saved had its default."""
     before, now = ({**asdict(TrainingConfig()), **settings} for settings in (before, now))
     changed = (name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name))
     return [f"{name} {before.get(name)} -> {now.get(name)}" for name in changed]

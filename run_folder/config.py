@@ -52,7 +52,7 @@ CHANGED_OBJECTIVE += ("infonoise", "edm2", "saturating_bound", "marginal_return"
 SCHEDULER_OPTIONS = (
     "ddpm_beta_schedule", "ddpm_num_steps", "variance_type", "prediction_type", "beta_start", "beta_end",
 )  # fmt: skip
-# The schedules that no beta is given.
+# The schedules that take no betas as options.
 OWN_BETAS = "ddpm_beta_schedule=cosine ddpm_beta_schedule=squaredcos_cap_v2 ddpm_beta_schedule=jsd"
 
 
@@ -475,7 +475,7 @@ def parse_conditional_config(arguments: list[str]) -> ConditionalConfig:
 
 
 def parse(kind: type[Options], arguments: list[str], digits: Path) -> Options:
-    """Return flags over the YAML file over the defaults; `digits` is the file if the flags name neither it nor data."""
+    """Parse flags over a YAML file over the defaults; the file is `digits` if the flags name neither file nor data."""
     arguments = in_own_names(with_first_word(arguments), ConditionalConfig)
     named = value_of_flag(arguments, "config", "the name of a YAML file")
     names_data = names_flag(arguments, "dataset_name") or names_flag(arguments, "train_data_dir")
@@ -527,7 +527,7 @@ def holds_photos(path: Path) -> bool:
 
 @contextmanager
 def naming_the_file(file: Path | str | None, names: Collection[str]) -> Iterator[None]:
-    """Say of a mistake in an option of the file, and not of the command line, that it is there."""
+    """Name the file in the message if a mistake is in an option that comes from it, not from the command line."""
     try:
         yield
     except UserError as error:
@@ -592,12 +592,12 @@ def trackers_of(config: TrainingConfig) -> list[str]:
 
 
 def is_own_sampler(name: str) -> bool:
-    """Tell a class in a file of the user's, which is code, from a name of the registry."""
+    """Tell whether a sampler is a class in a user's own file, which is code, rather than a name in the registry."""
     return ".py:" in name
 
 
 def check_timestep_sampler(config: TrainingConfig) -> None:
-    """Raise unless it is in the registry or in a file of the user's, which is read when it is used."""
+    """Raise unless the sampler is in the registry or in a user's own file, which is read only when it is used."""
     names, name = [*SAME_OBJECTIVE, *CHANGED_OBJECTIVE], config.timestep_sampler
     in_own_file = is_own_sampler(name)
     if config.timestep_sampler_options and not in_own_file:
@@ -625,7 +625,7 @@ def validate_condition(config: ConditionalConfig) -> None:
 
 
 def settings_of(config: TrainingConfig) -> dict[str, object]:
-    """Return what makes a run the run it is, for a checkpoint to remember."""
+    """Return the settings that define a run, for a checkpoint to remember."""
     general = (
         "timestep_sampler", "timestep_sampler_options", "stratified", "loss_weighting", "loss", "input_perturbation",
     )  # fmt: skip
@@ -644,7 +644,7 @@ def is_falling(lr_scheduler: str) -> bool:
 
 
 def as_yaml(config: TrainingConfig) -> str:
-    """Return the configuration as a file whose `--config` repeats the run, without what is of this invocation alone."""
+    """Return the configuration as YAML that repeats the run with `--config`, without options of one invocation."""
     return yaml.safe_dump(values_of(config, lambda facts: facts.saved), sort_keys=False)
 
 
@@ -658,7 +658,7 @@ class BatchSizes:
 
 
 def resolve_batch_sizes(config: TrainingConfig, num_processes: int) -> BatchSizes:
-    """Return the three numbers: what is given of them, and what follows for the others."""
+    """Return the three batch sizes, and work out those that are not given from the others."""
     per_device, accumulation = config.train_batch_size, config.gradient_accumulation_steps
     if config.clip_per_replica and accumulation is None:
         accumulation = max(1, config.clip_per_replica // num_processes)
@@ -693,8 +693,8 @@ def with_resolved(
 ) -> TrainingConfig:
     """Return the configuration with what it left open filled in, so that it repeats the run on other machines too.
 
-    The total batch must stay; how it is divided follows from it and the number of processes, except that a device
-    which could not take its share at once may not be able to elsewhere.
+    The total batch must stay the same; its division follows from the number of processes, except that a device which
+    could not take its share in one pass may not be able to do so elsewhere either.
     """
     return replace(
         config,

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The share of the wanted profile that the snapshots may leave unmet (an L2 norm): beyond it another average comes out.
+# The share of the wanted profile that snapshots may fail to match (an L2 norm); beyond it the average is another one.
 MOST_UNMET = 0.25
-# What the square of a coefficient costs beside that share's: about (rounding to float16 / distance to raw weights)^2.
+# The cost of a squared coefficient next to that squared share: about (float16 rounding / distance to raw weights)^2.
 ROUNDING_COST = 1e-4
 
 
@@ -66,7 +66,7 @@ def combination(steps: np.ndarray, exponents: np.ndarray, step: int, exponent: f
 
 
 def at_length(model: SavedModel, length: float) -> SavedModel:
-    """Return the model of a run with the average of another length at its step, which `load` makes of the snapshots."""
+    """Return a run's model with an average of another length at the same step, which `load` makes from snapshots."""
     step = model.step if model.step is not None else RunFolder(model.home).pipeline_step()
     there = snapshot_files(model.home)
     wanted = f"--ema_length {length:g}"

@@ -85,7 +85,7 @@ NOT_PUSHED = (
 )
 # What else may be in a run's folder, and does not make it one.
 ADDED = (GENERATED, LIKELIHOOD_TABLE, LIKELIHOODS, FIGURES, "*.abandoned*")
-PIPELINE_STEP = "_step"  # in the pipeline's index, where diffusers passes over names that begin so
+PIPELINE_STEP = "_step"  # in the pipeline's index, where diffusers ignores names with a leading underscore
 ROUNDING = 0.001  # seconds, of the training time in a line of metrics
 QUARTERS = 4  # of the timesteps, whose losses a line of metrics tells apart: loss_q0 to loss_q3
 
@@ -188,7 +188,7 @@ class RunFolder:
             follow_umask(aside)
             replace_folder(aside, self.path / name)
         shutil.copyfile(PIPELINE_CODE, self.path / PIPELINE_CODE.name)
-        write_atomically(self.condition_file, text)  # last: where it is, the rest is
+        write_atomically(self.condition_file, text)  # last: its presence means that the rest is complete
 
     def write_pipeline(self, pipeline: DiffusionPipeline, step: int, entries: dict[str, object]) -> None:
         """Make this folder the pipeline of a step, with these entries in its index besides its own."""
@@ -313,7 +313,7 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
 
 
 def go_on_from(checkpoint: Path | None, config: TrainingConfig) -> None:
-    """Leave in the run's folder, once the checkpoint is loaded, nothing of later steps that the run will make anew."""
+    """Clear the run's folder, once the checkpoint is loaded, of files from later steps that it will make again."""
     path = Path(config.output_dir)
     step = step_in(checkpoint) if is_own(checkpoint, config) else 0
     if goes_back(without_repeating(config)):
@@ -325,7 +325,7 @@ def go_on_from(checkpoint: Path | None, config: TrainingConfig) -> None:
 
 
 def without_repeating(config: TrainingConfig) -> TrainingConfig:
-    """Return what a job that torchrun or SLURM starts again is to do: not to overwrite or go back a second time."""
+    """Return the configuration of a job, which must not overwrite or go back again if torchrun or SLURM restarts it."""
     path, wanted = Path(config.output_dir), config.resume_from_checkpoint
     is_restart = any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     begun = path / BEGUN
@@ -338,7 +338,7 @@ def without_repeating(config: TrainingConfig) -> TrainingConfig:
 
 
 def what_begins(config: TrainingConfig) -> str:
-    """Describe a job and what it does before its first step, as the file of a run's folder remembers it."""
+    """Describe a job and what it does before its first step, in the form that the run's folder stores."""
     request = {"overwrite": config.overwrite, "resume_from_checkpoint": config.resume_from_checkpoint}
     return json.dumps({"job": this_job(), **request})
 
@@ -352,7 +352,7 @@ def this_job() -> str:
 
 
 def abandon_after(path: Path, step: int) -> None:
-    """Rename what is of later steps, and no longer of this run, which goes on from here to other weights."""
+    """Rename everything from later steps, which no longer belongs to this run once it continues from here."""
     run = RunFolder(path)
     later = [checkpoint for checkpoint in checkpoints(path) if step_of(checkpoint) > step]
     later += [grid for number, grid in run.grids().items() if number > step]
@@ -385,7 +385,7 @@ def rows_up_to(step: int, table: Path) -> str | None:
 
 
 def check_nothing_is_trained_over(config: TrainingConfig) -> None:
-    """Raise if a run without a checkpoint is there, unless it is this one, killed before it had saved any."""
+    """Raise if the folder holds a run without a checkpoint, unless it is this run, killed before it saved any."""
     run = RunFolder(config.output_dir)
     left = [path for path in (run.pipeline_file, run.network_folder, run.card_file) if path.exists()]
     left = [path.name for path in [*sorted(run.path.glob(f"{PREFIX}*")), *left]]
@@ -435,6 +435,6 @@ def remove_run(config: TrainingConfig) -> None:
 
 
 def is_of_few_images(column: str) -> bool:
-    """Return whether a column of the results is a Fréchet distance of so few images that papers cannot be compared."""
+    """Return whether a column of the results is a Fréchet distance of too few images to compare with papers."""
     name, _, count = column.partition("@")
     return re.match(r"(s?fid|fd)(_|$)", name) is not None and count.isdecimal() and int(count) < FEW_IMAGES

@@ -32,7 +32,7 @@ LARGEST_FIXED_LARGE = 32  # pixels: the paper's variance for CIFAR-10, and fixed
 NETWORK_STEPS = 1000  # improved-diffusion shows its network times from 0 to 1000, whatever the number of steps
 
 
-# What pickles of numpy's numbers name, such as the best FID that tqch/ddpm-torch saves; nothing else comes of them.
+# The names in pickles of numpy numbers, such as the best FID that tqch/ddpm-torch saves; they can make nothing else.
 SCALAR = np._core.multiarray.scalar
 NUMBERS = [
     *(SCALAR, (SCALAR, "numpy.core.multiarray.scalar")),  # as numpy 1 called it
@@ -46,7 +46,7 @@ IMPROVED = {"norm_eps": 1e-5, "flip_sin_to_cos": True, "freq_shift": 0, "downsam
 
 @dataclass(frozen=True)
 class Project:
-    """Where weights come from, and how its names become the port's."""
+    """A project that weights come from, and how its names become the port's."""
 
     name: str
     known_by: str  # matches a name that only its weights have
@@ -215,7 +215,7 @@ PROJECTS = (
 
 
 def project_of(weights: Weights) -> Project:
-    """Recognise whose names these are."""
+    """Recognise the project that uses these names."""
     for project in PROJECTS:
         if any(re.match(project.known_by, name) for name in weights):
             return project
@@ -335,9 +335,9 @@ def _load(network: UNet2DModel, weights: Weights, project: Project) -> None:
 
 
 def scheduler_for(project: Project, schedule: str, steps: int, variance_type: str) -> ExactDDPMScheduler:
-    """Build the diffusion of the weights; one of improved-diffusion with more steps is visited where t is whole.
+    """Build the diffusion of the weights; improved-diffusion's, if longer, is visited only where its time is whole.
 
-    Its network sees 1000 t / T: of 4000 steps every fourth, with the betas that lead from one of them to the next. Its
+    Its network sees 1000 t / T: of 4000 steps every fourth is used, with the betas that lead from one to the next. Its
     linear betas are those of the paper times 1000 / T, so that as little of the image is left at the end.
     """
     if project.arithmetic is ORIGINAL or steps == NETWORK_STEPS:

@@ -1,6 +1,6 @@
-"""What of a run goes elsewhere: its model card, the push to the Hugging Face Hub, curves for trackers.
+"""Everything of a run that goes elsewhere: its model card, the push to the Hugging Face Hub, curves for trackers.
 
-None of it must ever cost the run: a push that fails is tried again, and what does not work becomes one warning.
+None of it may ever cost the run: a push that fails is tried again, and what does not work becomes one warning.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ UPLOADED = [*PUSHED, *(f"{folder}/**" for folder in PIPELINE_FOLDERS), f"{SAMPLE
 # The Hub matches a whole path with fnmatch, whose * crosses slashes: these hold two of the patterns to one folder.
 NOT_UPLOADED = [f"*/{PICTURES}", f"{SAMPLES}/*/*"]
 
-# What makes two rows of evaluate.py's results points of one line, besides the number of images.
+# Two rows of evaluate.py's results are on one line if they agree in these columns and in the number of images.
 METHOD = ("weights", "sampler", "steps", "settings", "reference", "reference_fingerprint", "precision")
-# In the environment of an evaluation that a training has started, and that has no business with the trackers.
+# Set in the environment of an evaluation that a training has started, which must leave the trackers alone.
 IN_TRAINING = "EXACT_DDPM_IN_TRAINING"
 
 # The results stand between these two headings of the card.
@@ -143,7 +143,7 @@ images[0].save("sample.png")
 
 
 def refusal(config: TrainingConfig) -> str:
-    """Say which images diffusers cannot draw, though it loads the pipeline, and what draws them; nothing if it can."""
+    """Say why diffusers cannot draw images though it loads the pipeline, and what can draw them; nothing if it can."""
     if config.prediction_type == "mean":
         what = "predicts the mean of a step back (`prediction_type` mean), which no scheduler of diffusers takes"
     elif config.variance_type == "learned":
@@ -199,7 +199,7 @@ def add_results(data: ModelCardData, run: RunFolder, name: str) -> None:
 
 
 def name_of_result(row: dict[str, str], varying: list[str]) -> str:
-    """Return what a score is of, with what of its method is not the same for all scores."""
+    """Name a score for the card, with those parts of its method that differ between scores."""
     words = {"weights": "{} weights", "settings": "{}", "reference": "against {}", "precision": "precision {}"}
     parts = [row["metric"], f"{row['sampler']} with {row['steps']} steps", f"step {row['step']}"]
     row = {**row, "reference": row["reference"].partition(",")[0]}
@@ -349,7 +349,7 @@ class TensorBoard:
 
     def log_histogram(self, name: str, edges: np.ndarray, heights: np.ndarray, step: int) -> None:
         middles, filled = (edges[1:] + edges[:-1]) / 2, np.append((heights > 0).nonzero()[0], 0)
-        # It would stretch the outermost bars that are not empty to a minimum and maximum beyond them.
+        # TensorBoard would stretch the outermost non-empty bars to any minimum and maximum beyond them.
         values = {"min": edges[filled[0]], "max": edges[filled.max() + 1], "num": 1}
         values |= {"sum": middles @ heights, "sum_squares": middles**2 @ heights}
         values |= {"bucket_limits": edges[1:], "bucket_counts": heights}
@@ -362,8 +362,8 @@ class TensorBoard:
 class Wandb:
     """Curves in wandb: a run there for each run here, however often that is resumed.
 
-    `step` is a value like the others, against which wandb draws them: its own count of steps takes none a second time,
-    and none of an earlier checkpoint that is measured later.
+    `step` is logged as a value, against which wandb draws the others: its own step counter accepts no step twice, nor
+    that of an earlier checkpoint that is measured later.
     """
 
     name = "wandb"
@@ -436,11 +436,11 @@ def name_of_curves(row: Mapping[str, object]) -> str:
 
 
 def curves_at(results: Path, step: int) -> dict[str, float]:
-    """Return what a table of results has of a step, by the names of its curves; nothing of one that is damaged."""
+    """Return a step's results from a table, by the names of their curves; nothing if the table is damaged."""
     values = {}
     with suppress(OSError, ValueError, KeyError, csv.Error), results.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            # Of several sets there is the mean besides.
+            # Skip the single sets of a repeated measurement: their mean has a row of its own.
             if row["step"] == str(step) and "seeds=" not in row["settings"]:
                 numbers = {name: value for name, value in row.items() if "@" in name and value}
                 values |= {f"{name_of_curves(row)}/{name}": float(value) for name, value in numbers.items()}

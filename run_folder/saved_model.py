@@ -55,14 +55,14 @@ class SavedModel:
     sha256: str  # of the weights' file
     network_folder: Path
     scheduler_config: dict[str, Any]  # of a DDPMScheduler
-    step: int | None = None  # these two of a checkpoint
+    step: int | None = None  # this and the next only for a checkpoint
     train_seconds: float | None = None
     ema_length: float | None = None  # of an average that is made of a run's snapshots
     snapshot_step: int | None = None  # of that average
 
     @property
     def source(self) -> str:
-        """Return where somebody else would find it."""
+        """Return the name or path under which others can find the model."""
         return self.name if self.step is None else str(self.path)
 
     @property
@@ -119,8 +119,8 @@ class SavedModel:
         from schedulers.ddpm import FIXED_VARIANCES, LEARNED_VARIANCES, ExactDDPMScheduler
 
         variance_type = self.scheduler_config.get("variance_type")
-        # Some that pipelines name are not exact here, and diffusers' default is not the paper's: that of another
-        # project's pipeline may be nobody's choice.
+        # Some variances that pipelines name are not exact here, and diffusers' default is not the paper's: in another
+        # project's pipeline the variance may never have been chosen by anybody.
         chosen = self.step is not None or RunFolder(self.path).is_ours
         if not self.learns_variance and not (chosen and variance_type in FIXED_VARIANCES):
             variance_type = "fixed_large"
@@ -158,7 +158,7 @@ class SavedModel:
         return network.to(device).eval()
 
     def check(self) -> None:
-        """Raise for what no images can be made with; the weights are looked at when they are loaded."""
+        """Raise if no images can be made with the model; its weights are checked only when they are loaded."""
         config, where = self.network_config, f"{self.network_folder / 'config.json'}"
         channels, size = config.get("in_channels"), config.get("sample_size")
         if type(channels) is not int or config.get("out_channels") not in (channels, 2 * channels):
@@ -299,7 +299,7 @@ def _named_checkpoint(folder: Path, weights: str | None, flag: str) -> SavedMode
 
 
 def read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
-    """Return the model of a checkpoint, whose files that are needed are verified."""
+    """Return the model of a checkpoint, after verifying the files that it needs."""
     from schedulers.betas import BETA_END, BETA_START
     from schedulers.ddpm import build_scheduler
 

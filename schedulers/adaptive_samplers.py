@@ -83,7 +83,7 @@ class BinnedLosses(TimestepSampler):
         self.set_density(self.bins.widths, floor)
 
     def rated(self, timesteps: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
-        """Restate losses as what is averaged."""
+        """Convert losses to the quantity that is averaged."""
         raise NotImplementedError
 
     def density(self, averages: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class BinnedLosses(TimestepSampler):
 
     @property
     def known(self) -> torch.Tensor | None:
-        """Return the average of every t's bin, once there is one of every bin."""
+        """Return the average of every t's bin, or None until every bin has had ten losses."""
         return self.averages[self.bins.of_timestep] if (self.counts >= 10).all() else None
 
     def signals(self) -> dict[str, torch.Tensor]:
@@ -107,7 +107,7 @@ class BinnedLosses(TimestepSampler):
         new = torch.bincount(bins, minlength=len(self.bins))
         sums = torch.bincount(bins, self.rated(timesteps, losses), minlength=len(self.bins))
         self.counts += new
-        # The mean of all losses at first, then one in which each has the share 1 / history.
+        # At first the mean of all losses, later a running mean in which each new loss has the share 1 / history.
         share = (new.double() / self.counts.clamp(min=1, max=self.history)).clamp(max=1)
         self.averages += share * (sums / new.clamp(min=1) - self.averages)
         self._refresh()
@@ -126,11 +126,11 @@ class BinnedLosses(TimestepSampler):
 
 
 THIRDS = 3  # of an octave, a doubling of the steps, in which losses are summed
-WORTH_A_LOOK = 100  # losses of a bin in an octave
+WORTH_A_LOOK = 100  # the losses that a bin must have had in an octave to be known
 
 
 class ErrorsByOctave(TimestepSampler):
-    """Knows which error of epsilon to expect in equal bins of lambda = log SNR: the mean over steps n/2 to n.
+    """Tracks the error of epsilon to expect in equal bins of lambda = log SNR: its mean over steps n/2 to n.
 
     Errors are summed by thirds of an octave, a doubling of the steps: the state is small, and what is expected follows
     the training at its own pace. It begins with lambda uniform from `low` to `high`, and a share `floor` of the draws
@@ -168,9 +168,9 @@ class ErrorsByOctave(TimestepSampler):
             moment[0].index_add_(0, self.bins.of_timestep[timesteps], values)
 
     def _refresh(self) -> None:
-        """Learn from the two octaves before the present third of one, if they are known all over the range."""
+        """Learn from the two octaves before the present third, if their errors are known over the whole range."""
         latest, before = (self.moments[:, start : start + THIRDS].sum(1) for start in (1, 1 + THIRDS))
-        # Of a bin that the range hardly touches, losses are too rare to wait for.
+        # Do not wait for bins that the range hardly touches: their losses are too rare.
         share = self.bins.total(self.range) / self.bins.total(self.bins.widths)
         in_range = share > min(0.5, share.max().item() / 2)
         known = torch.minimum(latest[0], before[0]) >= WORTH_A_LOOK
@@ -186,7 +186,7 @@ class ErrorsByOctave(TimestepSampler):
         raise NotImplementedError
 
     def weigh(self, weight: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Weight losses by a function of the logarithm of the error expected there, of mean 1 over the draws."""
+        """Weight losses by a function of the logarithm of their expected error, scaled to mean 1 over the draws."""
         known = self.expected.isfinite()
         log_expected = np.interp(self.bins.log_snr, self.bins.centres[known], self.expected[known].log())
         weights = weight(torch.from_numpy(log_expected))
@@ -250,9 +250,9 @@ class MarginalReturn(ErrorsByOctave):
 
         p(lambda) = s D / sum D + (1 - s) pi,    w(lambda) ~ L^-power, of mean 1 over the draws
 
-    pi is uniform in lambda from `low` to `high`. D is the mean loss over steps n/4 to n/2 less that over n/2 to n, by
-    ln 2, in bins of lambda, less its standard error. s is 1 - prior times the part of all that fell which is not
-    standard error: where noise is all there is, p falls back to pi.
+    pi is uniform in lambda from `low` to `high`. D, in bins of lambda, is the mean loss over steps n/4 to n/2 less that
+    over n/2 to n and less the standard error of the difference, all over ln 2. s is (1 - prior) times the share of the
+    total fall that is not standard error: where there is only noise, p falls back to pi.
     Power 1 would weight as least squares does, where L is the variance of the noise; a root of it keeps small noise in
     the game. A share `floor` of the draws is uniform over all t. Another objective.
     """
@@ -318,7 +318,7 @@ class InfoNoise(BinnedLosses):
     """p(lambda) such that p w follows the entropy rate, gated at low noise (Raya et al. 2026, eqs. 13 to 15).
 
     A unit of lambda = log SNR brings SNR mmse / 2 nats about x_0 (I-MMSE), and the network's error of x_0, which is at
-    most 1 for pixels in [-1, 1], stands for the least one. With w, what the loss counts that error, sigma^2 = 1 / SNR
+    most 1 for pixels in [-1, 1], stands for the least one. With w, that error's weight in the loss, sigma^2 = 1 / SNR
     and the gate g = sigma^3 / (sigma^3 + c^3),
 
         p(lambda) ~ g SNR error / w
@@ -390,7 +390,7 @@ class EDM2(EDM):
         self._refresh()
 
     def _refresh(self) -> None:
-        # A sum for each row, which has one order however many threads there are.
+        # Summed row by row, in an order that does not depend on the number of threads.
         self.log_expected = (self.features * self.layer).sum(1)
         self._corrections = (-self.log_expected).exp().float()
 
@@ -414,9 +414,9 @@ class AdaptiveTimestepSampling(TimestepSampler):
     Beta(1, 1). Every `interval` updates it looks at delta_t, the KL divergence of timestep t before the update less
     that after it (`UpdateProbe.kl`), and learns by REINFORCE:
 
-    - delta on a grid of timesteps, of one image of the batch, joins a queue of the latest ones;
-    - the timesteps whose delta tells most of the grid's sum, by F-regression over the queue, stand for it;
-    - the reward of an image's draw is its own delta summed over those, and the entropy of Beta(a, b).
+    - delta on a grid of timesteps, for one image of the batch, is added to a queue of the latest ones;
+    - the timesteps whose delta best predicts the grid's sum, by F-regression over the queue, represent the grid;
+    - the reward of an image's draw is its own delta summed over these timesteps; the entropy of Beta(a, b) is a bonus.
 
     As in the paper, not its code, before and after have the same noise and no dropout, and processes share one policy.
     The paper's grid is all T timesteps. Nothing keeps a probability from falling towards 0: another objective.
@@ -454,7 +454,7 @@ class AdaptiveTimestepSampling(TimestepSampler):
     def sample_for(
         self, images: torch.Tensor, positions: torch.Tensor, batch_size: int, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw from the policy with random numbers of the global batch, so that it does not matter who draws."""
+        """Draw from the policy with the global batch's random numbers, so that any process may draw."""
         normal = torch.randn(batch_size, 2, TRIES, generator=generator)
         uniform = 1 - torch.rand(batch_size, 2, TRIES + 1, generator=generator)
         normal, uniform = (to_device(numbers[positions], images.device) for numbers in (normal, uniform))
@@ -465,7 +465,7 @@ class AdaptiveTimestepSampling(TimestepSampler):
         return timesteps, torch.ones(len(timesteps), device=images.device)
 
     def draw(self, batch_size: int, generator: torch.Generator) -> torch.Tensor:
-        """Draw without images, from the average of what the policy last said."""
+        """Draw without images, from the average of the policy's latest distributions."""
         self.set_density(self.describe())
         return super().draw(batch_size, generator)
 
@@ -479,7 +479,7 @@ class AdaptiveTimestepSampling(TimestepSampler):
         return torch.from_numpy(betainc(a.numpy(), b.numpy(), edges.numpy())).diff().mean(0)
 
     def signals(self) -> dict[str, torch.Tensor]:
-        """Average delta over the queue; between the timesteps of the grid on a straight line."""
+        """Average delta over the queue, interpolated linearly between the timesteps of the grid."""
         if not self.queued:
             return {}
         delta = self.changes[: self.queued].mean(0)
@@ -500,11 +500,11 @@ class AdaptiveTimestepSampling(TimestepSampler):
         self._learn(update, of_images.sum(1))
         self.changes[self.queued % len(self.changes)] = update.total(of_grid).cpu()
         self.queued += 1
-        if self.queued >= 3:  # fewer points lie on a line whatever they are
+        if self.queued >= 3:  # fewer points always lie on a line
             self.selected = self.timesteps[most_telling(self.changes[: self.queued], len(self.selected))]
 
     def _divergences(self, update: UpdateProbe) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute KL on the grid of one image of the global batch, which one process has, and of every image here."""
+        """Compute KL on the grid for one image of the global batch, held by one process, and for every image here."""
         count, features = len(update.positions), len(self.selected)
         rows = torch.arange(count).repeat_interleave(features)
         noise_rows = (update.positions[:, None] * features + torch.arange(features)).flatten()
@@ -519,7 +519,7 @@ class AdaptiveTimestepSampling(TimestepSampler):
     def _learn(self, update: UpdateProbe, reward: torch.Tensor) -> None:
         """Take a step of Adam on -E[log pi(u | x_0) reward] - entropy H(pi), over the images of all processes."""
         shapes = self.policy(self._images)
-        beta = Beta(*shapes.unbind(1), validate_args=False)  # to validate is to wait for the device
+        beta = Beta(*shapes.unbind(1), validate_args=False)  # validating would wait for the device
         gain = beta.log_prob(self._actions) * reward + self.entropy * beta.entropy()
         (-gain.sum() / update.batch_size).backward()
         parameters = list(self.policy.parameters())

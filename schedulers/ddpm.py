@@ -34,12 +34,12 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """A thing to predict."""
+    """A quantity that a network can predict."""
 
     symbol: str  # for pictures
     target: Callable[[torch.Tensor, torch.Tensor, Level], torch.Tensor]  # of x_0, epsilon
     x_0: Callable[[torch.Tensor, torch.Tensor, Level], torch.Tensor]  # of the network's output, x_t
-    error_ratio: Callable[[torch.Tensor], torch.Tensor]  # of all a_t: at every t its squared error over that of x_0
+    error_ratio: Callable[[torch.Tensor], torch.Tensor]  # from all a_t: at every t, its squared error over that of x_0
 
 
 def signal_to_noise(alphas_cumprod: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ PREDICTIONS = {
 
 
 def prediction_of(prediction_type: str) -> Prediction:
-    """Look up a prediction type; an unknown one is an error, never another type in silence."""
+    """Look up a prediction type; an unknown one is an error, never silently replaced by another."""
     if prediction_type not in PREDICTIONS:
         raise ValueError(f"prediction_type {prediction_type!r}: must be one of {', '.join(PREDICTIONS)}")
     return PREDICTIONS[prediction_type]
@@ -102,7 +102,7 @@ def prediction_of(prediction_type: str) -> Prediction:
 def weight_of_prediction(
     weight_of_original: torch.Tensor, alphas_cumprod: torch.Tensor, prediction_type: str
 ) -> torch.Tensor:
-    """Restate a weight on the squared error of x_0 at every t for the error of what the network predicts."""
+    """Convert a weight on the squared error of x_0 at every t to one on the error of the network's prediction."""
     return weight_of_original / prediction_of(prediction_type).error_ratio(alphas_cumprod)
 
 
@@ -161,14 +161,14 @@ class ExactDDPMScheduler(DDPMScheduler):
 
     @property
     def ends_without_signal(self) -> bool:
-        """Tell whether the last x_t is noise alone, of which epsilon says nothing about x_0 (Lin et al. 2024)."""
+        """Tell whether the last x_t is pure noise, where epsilon says nothing about x_0 (Lin et al. 2024)."""
         return self.alphas_cumprod[-1].item() == 0
 
     def plain(self) -> DDPMScheduler:
         """Make the stock scheduler with the same configuration: what is saved in a run.
 
-        diffusers would take the logarithm that a `learned` variance is for the variance itself, and draw NaN. As of
-        "mean", it says of this prediction type that it does not know it.
+        A `learned` variance is a logarithm, which diffusers would take for the variance itself, and draw NaN. The added
+        suffix makes it reject the prediction type as unknown, as it rejects "mean".
         """
         suffix = LOG_VARIANCE if self.config.variance_type == "learned" else ""
         return DDPMScheduler.from_config(self.config, prediction_type=self.config.prediction_type + suffix)
@@ -176,7 +176,7 @@ class ExactDDPMScheduler(DDPMScheduler):
     # The forward process.
 
     def _gather(self, timesteps: torch.Tensor, name: str) -> torch.Tensor:
-        """Gather what a table has for a batch of timesteps, in float32, in the shape to multiply images."""
+        """Look up a table's values for a batch of timesteps, in float32 and in a shape that multiplies images."""
         key = timesteps.device, name
         if key not in self._rounded:
             self._rounded[key] = torch.stack(getattr(self, name)(), dim=1).float().to(timesteps.device)
@@ -205,10 +205,10 @@ class ExactDDPMScheduler(DDPMScheduler):
     # The variational bound.
 
     def divergence_weights(self) -> torch.Tensor:
-        """Compute what the squared error of the prediction at t counts in KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)).
+        """Compute the weight of the prediction's squared error at t in KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)).
 
         The means differ by sqrt(a_s) beta_t / (1 - a_t) times the error of x_0 (eq. 7), and the KL is the square of
-        that over 2 sigma_t^2 (eq. 8), up to what no network changes. In bits per dimension.
+        that over 2 sigma_t^2 (eq. 8), up to terms that no network changes. In bits per dimension.
         """
         a_t = self.alphas_cumprod
         variances = [self.variance(t, t - 1) for t in range(len(a_t))]
@@ -220,7 +220,7 @@ class ExactDDPMScheduler(DDPMScheduler):
         return weight_of_prediction(of_original, a_t, self.config.prediction_type)
 
     def log_variance(self, values: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        """Compute log sigma_t^2 for a batch of timesteps from what the network says of it."""
+        """Compute log sigma_t^2 for a batch of timesteps from the network's output for the variance."""
         return self._learned(values, *self._gather(timesteps, "_log_variances"))
 
     def _log_variances(self) -> list[torch.Tensor]:
@@ -233,8 +233,8 @@ class ExactDDPMScheduler(DDPMScheduler):
     ) -> torch.Tensor:
         """Read log sigma^2 off the network's second half.
 
-        `learned` is it (Ho et al. 2020, code); `learned_range` says where between the logarithms of the posterior's
-        variance, at -1, and of beta, at 1, it lies (Nichol & Dhariwal 2021, eq. 15).
+        `learned` outputs it directly (Ho et al. 2020, code); `learned_range` outputs its place between the logarithms
+        of the posterior's variance, at -1, and of beta, at 1 (Nichol & Dhariwal 2021, eq. 15).
         """
         if self.config.variance_type == "learned":
             return values
@@ -246,8 +246,8 @@ class ExactDDPMScheduler(DDPMScheduler):
     ) -> torch.Tensor:
         """Compute KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)) of each image with the learned variance; eq. 13 at t = 0.
 
-        It follows from the x_0 that the network sees in x_t, `original`, and from what it says of the variance. In
-        bits per dimension.
+        `original` is the x_0 that the network sees in x_t, and `values` is its output for the variance. The result is
+        in bits per dimension.
         """
         log_posterior, _ = self._gather(timesteps, "_log_variances")
         log_variance = self.log_variance(values, timesteps)
@@ -279,8 +279,8 @@ class ExactDDPMScheduler(DDPMScheduler):
     def variance(self, t: int, previous: int) -> float:
         """Return sigma_t^2: beta_t (fixed_large) or the posterior's, (1 - a_s) / (1 - a_t) beta_t (fixed_small; eq. 7).
 
-        The last step, for which the posterior's is zero, has that of t = 1 whatever the choice, as in the paper's code.
-        Of a learned variance this is the lowest, the posterior's.
+        The last step, whose posterior variance is zero, always uses that of t = 1, as in the paper's code. If the
+        variance is learned, the posterior's is returned, the lowest.
         """
         large = self.config.variance_type == "fixed_large" and previous >= 0
         t, previous = (t, previous) if previous >= 0 else (1, 0)
@@ -294,9 +294,9 @@ class ExactDDPMScheduler(DDPMScheduler):
     def posterior(
         self, model_output: torch.Tensor, t: int, previous: int, sample: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """Return mean (eq. 7) and deviation of the step from t to any earlier timestep; no deviation at the end.
+        """Return mean (eq. 7) and deviation of the step from t to any earlier timestep; the last step's deviation is 0.
 
-        A learned deviation is that of every pixel.
+        A learned deviation is a tensor with a value for every pixel.
         """
         a_t, a_s = self._levels(t, previous)
         of_original, of_sample = posterior_coefficients(a_t, a_s)
@@ -342,7 +342,7 @@ class ExactDDPMScheduler(DDPMScheduler):
 
 
 def adds_noise(deviation: torch.Tensor | float) -> bool:
-    """Tell whether a step has noise; a learned deviation is above zero, and is not looked at on its device."""
+    """Tell whether a step adds noise; a learned deviation always does, so it need not be fetched from its device."""
     return isinstance(deviation, torch.Tensor) or deviation > 0
 
 
@@ -356,7 +356,7 @@ def build_scheduler(
 ) -> ExactDDPMScheduler:
     """Build the paper's diffusion by default. Schedules that diffusers does not know travel as a list of betas.
 
-    No x_0 is clipped where the mean is predicted: the paper's code takes it as it is.
+    If the mean is predicted, x_0 is not clipped: the paper's code uses that mean as it is.
     """
     if beta_schedule in DIFFUSERS_NAMES or beta_schedule in DIFFUSERS_NAMES.values():
         schedule = {"beta_schedule": DIFFUSERS_NAMES.get(beta_schedule, beta_schedule)}

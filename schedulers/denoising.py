@@ -38,13 +38,13 @@ def denoise(
 ) -> torch.Tensor:
     """Return one sample in [-1, 1] for each seed, on the seeds' device; `on_step` is called with every step's samples.
 
-    `initial_noise` replaces the noise that the seeds stand for at the start, not that of the steps. Mixed precision is
-    the network's alone: steps are taken in float32, by whatever operations.
+    `initial_noise` replaces the seeds' noise at the start, but not in the steps. Only the network runs in mixed
+    precision: steps are computed in float32, whatever operations they use.
     """
     method.begin()
     noise = StepNoise(seeds, seeds.tolist(), 0, shape)
     samples = method.noise_scale * (noise() if initial_noise is None else initial_noise)
-    # As one tensor: a number that is passed at each step would be copied to the device there.
+    # As one tensor: a number passed at each step would be copied to the device every time.
     for number, t in enumerate(torch.tensor(method.timesteps, device=seeds.device), start=1):
         model_output = predict(method.network_input(samples, number), t)
         with torch.autocast(seeds.device.type, enabled=False):
@@ -97,8 +97,8 @@ def linear(num_train_timesteps: int, num_inference_steps: int) -> list[int]:
 def quadratic(num_train_timesteps: int, num_inference_steps: int) -> list[int]:
     """Take linspace(0, sqrt(0.8 T), S)^2, rounded down, dense near 0 (Song et al. 2021, DDIM, appendix D.2).
 
-    As in its code, but a timestep to which several round is visited once: a step from t to t changes nothing. For
-    S = 100 and T = 1000 that leaves 96. S = 1 is the last.
+    As in DDIM's code, but a timestep to which several values round is visited once: a step from t to t changes
+    nothing. S = 100 and T = 1000 leave 96 timesteps. S = 1 gives the last one alone.
     """
     end = np.sqrt(num_train_timesteps * 0.8)
     roots = np.linspace(0 if num_inference_steps > 1 else end, end, num_inference_steps)
@@ -117,7 +117,7 @@ class DenoisingMethod:
 
     def __init__(self, name: str, num_inference_steps: int):
         self.name = name
-        # What tells its images from those of another method, in records.
+        # The settings that distinguish its images from those of other methods, in records.
         self.settings: dict[str, object] = {"sampler": name, "num_inference_steps": num_inference_steps}
         self.folder_name = f"{name}-{num_inference_steps}"  # its part of the name of a folder of images
         self.description = f"{name}, {num_inference_steps} steps"  # a line, with what was decided for the user
@@ -164,10 +164,10 @@ class ExactMethod(DenoisingMethod):
 class DDPM(ExactMethod):
     """Ancestral steps (Ho et al. 2020, algorithm 2).
 
-    beta_t is a good variance between neighbours only: over 100 longer steps, where it is that of the sub-sequence, it
+    beta_t is a good variance between neighbours only: over 100 longer steps, with the betas of the sub-sequence, it
     gives an FID of 46.5 on CIFAR-10 where the posterior's gives 11.2 (as published by xyfJASON). So the diffusion's own
-    is used over all steps, fixed_small over fewer. A learned variance is used if there is one; "learned" is that of one
-    step of the diffusion, and says nothing of longer ones.
+    variance is used over all steps, fixed_small over fewer. A learned variance is used if there is one, except that
+    "learned" holds for single steps of the diffusion and says nothing about longer ones.
     """
 
     adds_noise = True
@@ -185,7 +185,7 @@ class DDPM(ExactMethod):
         if variance_type is None and learned and not (skips_timesteps and learned == "learned"):
             variance_type = learned
         variance_type = variance_type or ("fixed_small" if skips_timesteps else scheduler.config.variance_type)
-        is_right = variance_type == scheduler.config.variance_type  # as in most trainings; a second one takes long
+        is_right = variance_type == scheduler.config.variance_type  # as in most runs; building another one takes long
         self.scheduler = scheduler if is_right else with_variance(scheduler.config, variance_type)
         self.mean_and_deviation = self.scheduler.posterior
         self.settings["variance_type"] = variance_type
@@ -264,9 +264,9 @@ class DiffusersMethod(DenoisingMethod):
         return self._scheduler.step(output, t, sample, **drawing).prev_sample
 
     def _check_beginning(self, num_train_timesteps: int) -> None:
-        """Raise if the first timestep is far below T: sampling begins with noise alone, and x_t there is more.
+        """Raise if the first timestep is far below T: sampling begins with pure noise, but x_t there is not pure noise.
 
-        That of DDIMScheduler and PNDMScheduler is n times the whole part of T / n, less one of these parts.
+        DDIMScheduler and PNDMScheduler begin n steps at (n - 1) times the whole part of T / n.
         """
         steps, first = self.settings["num_inference_steps"], max(self.timesteps)
         if num_train_timesteps - first > max(2 * num_train_timesteps / steps, num_train_timesteps / 4):
@@ -276,7 +276,7 @@ class DiffusersMethod(DenoisingMethod):
             )
 
     def _try_all_steps(self) -> None:
-        """Denoise a few numbers: an image must be the same alone and among others, and know its own noise."""
+        """Denoise tiny images: check that one is the same alone and among others, and learn whether steps add noise."""
 
         def denoised(*seeds: int) -> torch.Tensor:
             start = torch.linspace(-1, 1, 16).reshape(1, 1, 4, 4).repeat(len(seeds), 1, 1, 1)

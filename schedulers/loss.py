@@ -87,8 +87,8 @@ ConditionInputs = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 # Steps until a sampler observes its losses: with two the device has the next step to work on while the host waits.
 DELAY = 2
 SHARE_OF_BOUND = 0.001  # of L_vlb in L_hybrid
-BATCHES_TRIED, IMAGES_TRIED = 8, 128  # of a sampler of the user's, before a run with it
-PENDING = "on_their_way."  # begins the names of losses in a checkpoint that the sampler has not observed yet
+BATCHES_TRIED, IMAGES_TRIED = 8, 128  # drawn from a user's own sampler to try it out before a run
+PENDING = "on_their_way."  # prefix in a checkpoint for losses that the sampler has not observed yet
 
 
 def normalise(images: torch.Tensor) -> torch.Tensor:
@@ -122,11 +122,11 @@ class DiffusionLoss:
     def start(
         self, seed: int, batch_size: int, shape: tuple[int, int, int], inputs: ConditionInputs, processes: Processes
     ) -> None:
-        """Get ready for a run: its randomness, its global batch, and what its network takes for a row of conditions."""
+        """Prepare for a run: its randomness, its global batch, and its network's inputs for rows of conditions."""
         self.seed, self.noise_key = seed, derive_seed(seed, "noise")
         self.batch_size, self.inputs = batch_size, inputs
         self.processes, self.device = processes, processes.device
-        self.shape = self._shape_seen = shape  # of an image; of those that the sampler knows of
+        self.shape = self._shape_seen = shape  # of full-size images; of the images that the sampler expects
         self.sampler.start(shape, self.device)
 
     def __call__(self, network: torch.nn.Module, batch: Batch, t: torch.Tensor) -> torch.Tensor:
@@ -141,12 +141,12 @@ class DiffusionLoss:
         return self._with_variance(errors, output, x_0, epsilon, t) if self.process.learns_variance else errors
 
     def _images(self, batch: Batch) -> torch.Tensor:
-        """Return a batch's images in [-1, 1]; in the first steps, the means of every 2x2 pixels of them."""
+        """Return a batch's images in [-1, 1], averaged over blocks of 2x2 pixels during the half-size steps."""
         x_0 = normalise(self._to_device(batch.images))
         return F.avg_pool2d(x_0, 2) if self._halves(batch.step) else x_0
 
     def _halves(self, step: int) -> bool:
-        # A CUDA graph has its step on the device; it must not be looked at, and has no small images.
+        # In a CUDA graph the step is a tensor on the device, which must not be read; such runs have no half-size steps.
         return self.half_resolution_steps > 0 and step < self.half_resolution_steps
 
     def _with_variance(
@@ -154,9 +154,9 @@ class DiffusionLoss:
     ) -> torch.Tensor:
         """Return each image's L_hybrid = L_simple + 0.001 L_vlb (Nichol & Dhariwal 2021, eq. 16), or its term of L.
 
-        L_vlb is T times the term at t. In L_hybrid it trains the variance alone.
+        L_vlb is estimated as T times the term at t. In L_hybrid it trains only the variance.
         """
-        x_t = self.process.add_noise(x_0, epsilon, t)  # not perturbed: with it the target is the best prediction
+        x_t = self.process.add_noise(x_0, epsilon, t)  # unperturbed, so that the target is the best prediction
         if self.is_bound:
             return self.process.bound(output, x_0, x_t, t)
         prediction, values = output.chunk(2, dim=1)
@@ -164,7 +164,7 @@ class DiffusionLoss:
         return errors + SHARE_OF_BOUND * len(self.weights) * self.process.bound(frozen, x_0, x_t, t)
 
     def _perturbed(self, epsilon: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return epsilon + gamma epsilon', of which x_t is made while epsilon stays the target (Ning et al. 2023)."""
+        """Return epsilon + gamma epsilon', the noise put into x_t; the target stays epsilon (Ning et al. 2023)."""
         if self.perturbation == 0:
             return epsilon
         key, positions = derive_seed(self.seed, "input perturbation"), self._to_device(batch.positions)
@@ -191,7 +191,7 @@ class DiffusionLoss:
             generator = generator_for(self.seed, "timesteps", batch.step)
             if self.sampler.overrides("sample_for"):
                 t, weights = self.sampler.sample_for(self._images(batch), batch.positions, self.batch_size, generator)
-                # To look at them would wait for the device. A loss that is not a number stops the run soon enough.
+                # Checking t would wait for the device. If it is out of range, its loss is NaN, which soon ends the run.
                 inside = t.clamp(0, len(self.weights) - 1)
                 return inside, (weights * self._to_device(self.weights)[inside]).where(t == inside, torch.nan)
             self._drawn, weights = self.sampler.sample(self.batch_size, generator)
@@ -202,20 +202,20 @@ class DiffusionLoss:
     # What the sampler learns from.
 
     def in_global_batch(self, errors: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Put this process's errors at their places in the global batch; nothing if the sampler does not observe."""
+        """Put this process's errors at their places in the global batch, or return none if the sampler ignores them."""
         if not self.sampler.overrides("observe"):
             return errors[:0]
         return errors.new_zeros(self.batch_size).index_copy(0, self._to_device(batch.positions), errors)
 
     def observe(self, step: int, errors: torch.Tensor) -> None:
-        """Take the errors of the global batch from the device, if the sampler observes them."""
+        """Start copying the global batch's errors to the host, if the sampler observes them."""
         if self.sampler.overrides("observe"):
             with self._timed():
                 self._pending.append((step, self._drawn, PendingCopy(errors)))
 
     def _let_sampler_observe(self, step: int, timesteps: torch.Tensor, errors: PendingCopy) -> None:
         weighted = errors.get().double() * self.weights[timesteps]
-        # A loss that is not a number stops the run when the host next looks at the device; it must not be learned from.
+        # A loss that is not finite stops the run at the host's next check; the sampler must not learn from it.
         finite = weighted.isfinite()
         self.sampler.observe(step, timesteps[finite], weighted[finite])
 
@@ -242,7 +242,7 @@ class DiffusionLoss:
         started = time.perf_counter()
         self.processes.synchronize_device()
         self.sampler_seconds -= time.perf_counter() - started  # waiting for the training is not the sampler's time
-        squared = copy(self)  # under noise of its own
+        squared = copy(self)  # it draws noise of its own
         squared.error, squared.perturbation = LOSSES["l2"], 0.0
         squared.noise_key = derive_seed(self.seed, "timestep sampler")
         divergences = []
@@ -267,7 +267,7 @@ class DiffusionLoss:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Count the sampler's time; what one of the user's runs into ends the run in a line."""
+        """Count the sampler's time; an exception in a user's own sampler ends the run with a one-line message."""
         started = time.perf_counter()
         try:
             yield
@@ -299,7 +299,7 @@ class DiffusionLoss:
 
 
 def sampler_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what of a loss's state is the sampler's own."""
+    """Return the part of a loss's state that belongs to the sampler."""
     return {name: tensor for name, tensor in state.items() if not name.startswith(PENDING)}
 
 
@@ -307,7 +307,7 @@ def sampler_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def build_loss(options: dict[str, object], process: ExactDDPMScheduler) -> DiffusionLoss:
-    """Build the objective that a run's options name: sampler, weighting, loss, perturbation and their own."""
+    """Build the objective that a run's options name: sampler, weighting, loss, perturbation, and their own options."""
     sampler, weights = build_sampler(options, process.alphas_cumprod), build_weighting(options, process)
     if sampler.needs_squared_errors and options["loss"] != "l2":
         raise UserError(f"--loss {options['loss']}: {options['timestep_sampler']} learns from squared errors, of l2")
@@ -345,7 +345,7 @@ def build_sampler(options: dict[str, object], alphas_cumprod: torch.Tensor) -> T
     name = options["timestep_sampler"]
     kind = TIMESTEP_SAMPLERS.get(name) or load_class(name)
     own = options_of(options, name, kind) | parse_own_options(options["timestep_sampler_options"])
-    # Whatever the user's code runs into, an exit() among it.
+    # From the user's own code any exception, including an exit().
     kinds = () if name in TIMESTEP_SAMPLERS else (Exception, SystemExit)
     with blamed_on(f"--timestep_sampler {name}", *kinds):
         sampler = kind(alphas_cumprod, **own)
@@ -359,7 +359,7 @@ def build_sampler(options: dict[str, object], alphas_cumprod: torch.Tensor) -> T
 
 
 def try_out(sampler: TimestepSampler, steps: int, options: dict[str, object]) -> None:
-    """Ask a sampler of the user's for what a run will ask it, and raise for answers that no run can use."""
+    """Make the calls that a run will make to a user's own sampler, and raise for results that no run can use."""
     if sampler.objective not in ("same", "changed"):
         raise ValueError(f"its objective is {sampler.objective!r}; it must be 'same' or 'changed'")
     if sampler.overrides("sample_for") and sampler.overrides("observe"):
@@ -404,7 +404,7 @@ def options_of(options: dict[str, object], name: str, function: Callable) -> dic
 
 @contextmanager
 def blamed_on(flag: str, *kinds: type[BaseException]) -> Iterator[None]:
-    """Turn what a sampler or weighting refuses into the mistake of whoever chose it."""
+    """Turn an error raised by a sampler or weighting into a `UserError` that names the flag which chose it."""
     try:
         yield
     except (ValueError, TypeError, *kinds) as error:
@@ -413,9 +413,9 @@ def blamed_on(flag: str, *kinds: type[BaseException]) -> Iterator[None]:
 
 
 def load_class(name: str) -> type[TimestepSampler]:
-    """Load the class in a file of the user's: my_file.py:MySampler."""
+    """Load a class from a user's own file, given as my_file.py:MySampler."""
     path, _, wanted = name.rpartition(":")
-    # Under a name that is no other module's, and where its own classes can find it.
+    # Registered under a name that no other module has, so that its own classes can find it.
     specification = importlib.util.spec_from_file_location(f"timestep_sampler_of_{Path(path).stem}", path)
     module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
     try:

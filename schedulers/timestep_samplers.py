@@ -19,7 +19,7 @@ from schedulers.ddpm import signal_to_noise
 
 @dataclass(frozen=True)
 class UpdateProbe:
-    """A step of the optimiser, for a sampler that measures what it changes.
+    """One optimiser step, for a sampler that measures what the step changes.
 
     `kl(rows, timesteps, noise_rows)` is KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)) of this process's images `rows` as
     the network now stands, up to what no update changes, in bits per dimension; without gradients or dropout. The
@@ -36,7 +36,7 @@ class UpdateProbe:
 
 
 def check_timesteps(t: torch.Tensor, count: int, steps: int) -> None:
-    """Raise unless they are so many timesteps, from 0 to steps - 1; on the host, where looking costs microseconds."""
+    """Raise unless `t` holds `count` timesteps from 0 to steps - 1; on the host this takes microseconds."""
     if t.shape != (count,) or t.dtype != torch.int64:
         raise ValueError(f"draws {list(t.shape)} timesteps of {t.dtype} where [{count}] of torch.int64 are wanted")
     if not 0 <= t.min() <= t.max() < steps:
@@ -53,16 +53,16 @@ class TimestepSampler:
 
     objective: Literal["same", "changed"] = "same"
     stratified = False
-    needs_squared_errors = False  # in what it observes, so that those of x_0 follow
+    needs_squared_errors = False  # whether it observes squared errors, from which those of x_0 follow
 
     def __init__(self, alphas_cumprod: torch.Tensor):
         self.num_train_timesteps = len(alphas_cumprod)
-        # What a squared error of x_0 counts at every t in the losses that it observes; here that of epsilon counts 1.
+        # The weight of a squared error of x_0 at every t in the losses it observes; here, an error of epsilon weighs 1.
         self.x_0_weights = signal_to_noise(alphas_cumprod)
         self.set_density(torch.ones(self.num_train_timesteps))
 
     def set_density(self, density: torch.Tensor, floor: float = 0.0) -> None:
-        """Draw from this density from now on, which need not sum to 1, and a share `floor` uniformly from all t."""
+        """Draw from this density, which need not sum to 1, with a share `floor` of all draws uniform over all t."""
         if not 0 <= floor <= 1:
             raise ValueError(f"floor {floor}: must be from 0 to 1")
         density, steps = density.double(), self.num_train_timesteps
@@ -81,12 +81,12 @@ class TimestepSampler:
         return self._density
 
     def signals(self) -> dict[str, torch.Tensor]:
-        """Return, by name, what it adapts to, as far as that is known yet: a number for every timestep."""
+        """Return the quantities that it adapts to, by name, as far as they are known: a number for every timestep."""
         return {}
 
     @property
     def least_probability(self) -> float:
-        """Return what no timestep's probability is below, now or after the sampler has adapted."""
+        """Return a lower bound on every timestep's probability, now and after the sampler has adapted."""
         return self.describe().min().item()
 
     # Draws.
@@ -115,7 +115,7 @@ class TimestepSampler:
     def sample_for(
         self, images: torch.Tensor, positions: torch.Tensor, batch_size: int, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw as `sample` does for a sampler that looks at the images: this process's, at `positions` of the batch."""
+        """Draw as `sample` does, but looking at the images: this process's, at `positions` in the global batch."""
         raise NotImplementedError
 
     # What a sampler that learns overrides.
@@ -132,7 +132,7 @@ class TimestepSampler:
     def resize(self, shape: tuple[int, int, int]) -> None:
         """Expect images of this shape from the next draw on.
 
-        A resumed run says it again, after the state is loaded, while they differ from those of `start`.
+        A resumed run repeats this call after the state is loaded, as long as the shape differs from that of `start`.
         """
 
     def before_update(self, update: UpdateProbe) -> None:
@@ -164,7 +164,7 @@ class TimestepSampler:
 
     @property
     def can_be_stratified(self) -> bool:
-        """Tell whether its draws go through `quantiles`; a class that overrides `draw` and uses them says so."""
+        """Tell whether its draws use `quantiles`; a class whose own `draw` uses them sets this to True."""
         return not self.overrides("sample", "draw", "sample_for")
 
 
@@ -272,8 +272,8 @@ class BetaTimesteps(TimestepSampler):
 class SpeeD(TimestepSampler):
     """Timesteps below tau k times as likely as those from tau on (Wang et al. 2024, eq. 5), drawn in dual pairs.
 
-    Half of the batch and one is drawn so; the others are their duals, m - t if t < m and t - m from there on, as in
-    the authors' code, where m is one more than the first t at which sqrt(1 - a_t) rises by less than 1e-4 a step.
+    Half of the batch plus one is drawn like this; the rest are duals of these, m - t for t < m and t - m otherwise, as
+    in the authors' code, where m is one more than the first t at which sqrt(1 - a_t) rises by less than 1e-4 a step.
     tau is 700 of 1000 timesteps. Another objective; the weights that belong to it are `--loss_weighting speed`.
     """
 
@@ -321,7 +321,7 @@ class LogSNRBins:
         self.edges = torch.stack([edges[filled], edges[filled + 1]], dim=1)  # lower and upper of each bin
         self.centres = self.edges.mean(1)
         self.counts = torch.bincount(self.of_timestep)  # of timesteps
-        # The range cut midway between neighbours: what each timestep stands for, in all highest - lowest.
+        # The part of the range that each timestep stands for, cut midway between neighbours; in all highest - lowest.
         midpoints = (self.log_snr[1:] + self.log_snr[:-1]) / 2
         cuts = torch.cat([edges[-1:], midpoints, edges[:1]])
         self.widths = cuts[:-1] - cuts[1:]  # of every t
@@ -330,14 +330,14 @@ class LogSNRBins:
         return len(self.centres)
 
     def between(self, low: float, high: float) -> torch.Tensor:
-        """Return what every t stands for where lambda is from low to high, and 0 elsewhere."""
+        """Return the width that each t stands for where lambda is from low to high, and 0 elsewhere."""
         inside = self.widths * ((self.log_snr >= low) & (self.log_snr <= high))
         if not inside.any():
             raise ValueError(f"low {low}, high {high}: no timestep's log SNR is between them")
         return inside
 
     def smoothed(self, values: torch.Tensor) -> torch.Tensor:
-        """Average the value of every bin, which counts twice, with those of its two neighbours."""
+        """Average the value of every bin, counted twice, with the values of its two neighbours."""
         padded = values[[0, *range(len(values)), -1]]
         return (padded[:-2] + 2 * padded[1:-1] + padded[2:]) / 4
 
@@ -358,7 +358,7 @@ class LogSNRBins:
 
 
 def log_snr_of(alphas_cumprod: torch.Tensor) -> torch.Tensor:
-    """Compute log(a_t / (1 - a_t)); a last t with nothing left of the image is one more step like the one before."""
+    """Compute log(a_t / (1 - a_t)); if the last t holds no signal, repeat the step before it, not -infinity."""
     log_snr = alphas_cumprod.double().logit()
     if log_snr[-1] == -math.inf:
         log_snr[-1] = log_snr[-2] - (log_snr[-3] - log_snr[-2] if len(log_snr) > 2 else 1)

@@ -209,7 +209,7 @@ def log_objective(config: TrainingConfig, loss: DiffusionLoss, draws: int) -> No
         logger.info(f"[sampler] adapts during training; probability of each timestep: {promise}")
     else:
         density = sampler.describe()
-        # What is rare and not to be expected once in the whole run might as well have no probability.
+        # A rare timestep that is not expected even once in the whole run might as well have probability zero.
         drawn = (density * draws >= 1) | (density * len(density) >= 0.01)
         logger.info(
             f"[sampler] draws t in {ranges(drawn)}, each with a probability of at least {density[drawn].min():.3g}; "

@@ -26,7 +26,7 @@ def train(run: Run) -> None:
         return
 
     for batch in run.tracking.timed(run.batches.from_step(state.step)):  # 1: repeat; 2: x_0 ~ q(x_0)
-        t, weights = loss.draw(batch)  # 3: t ~ Uniform({1, ..., T}), counted from 0, or as the sampler wants it
+        t, weights = loss.draw(batch)  # 3: t ~ Uniform({1, ..., T}), or the sampler's density; here t counts from 0
         update.begin(batch.step)
         errors, in_batch = run.learn(batch, t, weights)  # 4, 5: as `learn` says
         update.finish()
@@ -44,9 +44,9 @@ def train(run: Run) -> None:
 
 
 def learn(run: Run, batch: Batch, t: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take the gradient step; return the errors of these images, and those of the global batch if they are observed.
+    """Take the gradient step; return this process's errors, and the global batch's if a sampler observes them.
 
-    The host decides nothing in here, so that it can also be captured as a CUDA graph.
+    Nothing in here is decided on the host, so that it can also be captured as a CUDA graph.
     """
     loss, state, update = run.state.loss, run.state, run.state.update
     errors, update.objective = [], torch.zeros((), device=run.processes.device)
@@ -58,7 +58,7 @@ def learn(run: Run, batch: Batch, t: torch.Tensor, weights: torch.Tensor) -> tup
 
     update.clip(state.window.exchange)
     errors = torch.cat(errors)
-    # Into the sums of the window, in one exchange with the other processes.
+    # Add the step to the window's sums, in a single exchange with the other processes.
     in_batch = loss.in_global_batch(errors, batch)
     all_finite, in_batch = state.window.add_step(t, weights, errors, update, in_batch)
     with loss.around_update(state.unet, batch):

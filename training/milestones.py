@@ -1,4 +1,4 @@
-"""What happens between steps: sample grids, checkpoints, and the run folder as a pipeline."""
+"""The work between steps: draw sample grids, save checkpoints, and make the run folder a pipeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.interruption import Interrupted, fault_point, stop_requested
 from common.machine import fits_in_memory, largest_batch
 from common.progress import progress_bar
 from image_data.grid import image_grid, side_by_side
-from run_folder.checkpoints import CheckpointWriter, goes_back, named_folder, networks_of, newest, step_of
+from run_folder.checkpoints import CheckpointWriter, goes_back, last_good, named_folder, networks_of, newest, step_of
 from run_folder.folder import RunFolder
 from run_folder.publish import IN_TRAINING, curves_at
 from schedulers.denoising import DDPM, denoise, network_predict, to_uint8
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class StoppedWhileSampling(Exception):
-    """Somebody asked for a stop while a grid was being drawn."""
+    """Raised if a stop is requested while a grid is being drawn."""
 
 
 class Milestones:
@@ -65,9 +65,9 @@ class Milestones:
         return any(cadence and step % cadence == 0 for cadence in cadences)
 
     def after_step(self, state: TrainingState, ending: Ending) -> None:
-        """Do what is due after a step: the checkpoint first, so that nothing that follows can lose the step.
+        """Do everything that is due after a step, the checkpoint first so that nothing later can lose the step.
 
-        Somebody who asks for a stop wants it soon: then only the checkpoint is made.
+        Whoever asks for a stop wants it soon, so then only the checkpoint is saved.
         """
         step, finished, stopped = state.step, ending == "finished", ending == "stopped"
         if not (ending or self.due(step)):
@@ -75,7 +75,7 @@ class Milestones:
         with self.run.tracking.paused():
             state.train_seconds = self.run.tracking.clock.train_seconds
             self.run.tracking.log_timesteps(state)
-            regular = finished or step % self.config.checkpointing_steps == 0  # a stop adds others
+            regular = finished or step % self.config.checkpointing_steps == 0  # a stop adds irregular ones
             save = ending or regular
             if save:
                 self._save(state, regular)
@@ -86,7 +86,7 @@ class Milestones:
                 self.save_pipeline(state)
             if not stopped and self._evaluation_is_due(step, finished):
                 stopped = not self.evaluate(step)
-            if stopped and not save:  # while the grid was drawn, which all processes have left together
+            if stopped and not save:  # stopped during the grid, which all processes gave up together
                 self._save(state, regular)
             if finished or stopped:
                 if self.processes.is_main:
@@ -99,7 +99,7 @@ class Milestones:
             )
 
     def catch_up(self, state: TrainingState) -> None:
-        """Make what a process that was stopped or killed did not come to after its last checkpoint."""
+        """Catch up on whatever a stopped or killed process still had to do after its last checkpoint."""
         due, over = state.step > 0 and state.step % self.image_steps == 0, self.run.over_at_start
         with self.run.tracking.paused():
             if state.step == 0:
@@ -116,11 +116,11 @@ class Milestones:
                 self.evaluate(state.step if self._evaluation_is_due(state.step, over) else None, at_start=True)
 
     def _save(self, state: TrainingState, regular: bool) -> None:
-        """Save what all processes agree on; all must ask. Only at regular steps is there a snapshot of --ema power."""
+        """Save a checkpoint if all processes agree; all must call this. Regular ones get an --ema power snapshot."""
         self.check_replicas(state)
         if self.processes.is_main:
             self.writer.save(state, with_snapshot=regular)
-        self.processes.barrier()  # the main process may still have been writing the one before
+        self.processes.barrier()  # the main process may have had to finish the previous checkpoint first
 
     def check_replicas(self, state: TrainingState) -> None:
         """Raise unless every process has the same weights and moving average, to the bit."""
@@ -131,7 +131,7 @@ class Milestones:
         if others:
             raise RunFailed(
                 f"step {state.step}: the weights of process {', '.join(others)} are no longer those of process 0, so "
-                f"nothing is saved; the last good checkpoint is {self.last_checkpoint}. All devices must be of the "
+                f"nothing is saved; {last_good(self.last_checkpoint)}. All devices must be of the "
                 f"same model"
             )
 
@@ -156,7 +156,7 @@ class Milestones:
         return not too_long
 
     def _grid_that_fits(self) -> str:
-        """Say, after a grid that did not fit in memory, how many images would."""
+        """Say, after a grid ran out of memory, how many images would fit."""
         seeds, inputs = self._my_samples()
 
         def predict(count: int) -> None:
@@ -172,18 +172,18 @@ class Milestones:
         )
 
     def _my_samples(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return this process's share of the seeds 0, 1, ..., and what the network takes for the rows they are in."""
-        # Every process has as many; some come twice where needed.
+        """Return this process's share of the seeds 0, 1, ..., and the network's inputs for their rows of the grid."""
+        # Every process gets equally many; if need be, some seeds are drawn twice.
         per_process, device = -(-self.num_samples // self.processes.count), self.processes.device
         seeds = (torch.arange(per_process) * self.processes.count + self.processes.index) % self.num_samples
         inputs = self.run.condition.inputs(seeds // self.columns, of_grid=True)
         return seeds.to(device), {name: value.to(device) for name, value in inputs.items()}
 
     def draw_samples(self, state: TrainingState) -> bool:
-        """Draw the same images as at every visit, in a grid for each kind of weights; every process draws its share.
+        """Draw images from the same seeds as always, a grid for each kind of weights; every process draws its share.
 
-        A network that has only seen images of half the size draws such images; the grid shows them twice as large.
-        False if a stop was asked for meanwhile: the grid is then drawn when the run goes on.
+        A network that has only seen half-size images draws half-size images, which the grid shows at twice the size.
+        Return False if a stop was requested meanwhile: the grid is then drawn when the run continues.
         """
         pictures, networks = {}, state.sampling_weights
         seeds, inputs = self._my_samples()
@@ -235,20 +235,20 @@ class Milestones:
 
     def _evaluation_is_due(self, step: int, over: bool) -> bool:
         every = self.config.evaluate_every
-        # Until the images have grown there is nothing to measure: the network has not seen any in their own size.
+        # During the half-size steps there is nothing to measure: the network has not seen full-size images yet.
         return every is not None and step > self.config.half_resolution_steps and (over or step % every == 0)
 
     def evaluate(self, step: int | None, at_start: bool = False) -> bool:
-        """Have evaluate.py measure the checkpoint of a step, on all devices; False if a stop was asked for meanwhile.
+        """Have evaluate.py measure a step's checkpoint on all devices; return False if a stop was requested meanwhile.
 
-        It does not measure twice, and goes on where it was interrupted. At the start of a process it must be able to
-        measure: what goes wrong is an error then, and a warning later.
+        It measures nothing twice, and continues where it was interrupted. If it fails at the start of a process, that
+        is an error, since a run must be able to measure; later a failure is only a warning.
         """
         config, processes, results = self.config, self.processes, self.folder.results_file
         saved = processes.broadcast(self.last_checkpoint if processes.is_main else None)
         if step is not None and (saved is None or step_of(saved) != step):
-            return True  # it could not be saved, and that has been said
-        clear_device_cache()  # the training keeps its tensors on the device, and nothing else
+            return True  # saving it failed, which has been logged already
+        clear_device_cache()  # leave nothing but the training's own tensors on the device
         before = {} if step is None else curves_at(results, step)
         names = ("cache_dir", "num_workers", *(("mixed_precision",) if config.mixed_precision != "fp16" else ()))
         flags = [f"--{name}={getattr(config, name)}" for name in names if getattr(config, name) is not None]
@@ -268,7 +268,7 @@ class Milestones:
         return True
 
     def save_pipeline(self, state: TrainingState) -> None:
-        """Make the run's folder a pipeline with the moving average as its weights; without a condition a stock one."""
+        """Make the run's folder a pipeline with the averaged weights; without a condition it is a stock pipeline."""
         if not self.processes.is_main:
             return
         from diffusers import DDPMPipeline
@@ -282,9 +282,9 @@ class Milestones:
 
 
 def digest_of(state: TrainingState) -> list[int]:
-    """Sum the words of every tensor of the weights and their moving average, each times its place.
+    """Return a checksum of every tensor of the weights and moving averages: the sum of its words times their places.
 
-    It is taken on the device: to copy the weights out and hash them would keep the training waiting as long as a save.
+    It is computed on the device: copying the weights out to hash them would delay the training as long as a save.
     """
     sums = []
     for network in networks_of(state).values():
@@ -295,8 +295,8 @@ def digest_of(state: TrainingState) -> list[int]:
 
 
 def how_to_continue(config: TrainingConfig) -> str:
-    """Say what to type after a stop: the same command, without what would start over or go back a second time."""
-    # A named checkpoint of another run is where this one begins, once; one of its own would be gone back to.
+    """Say how to continue after a stop: by the same command, without flags that would start over or go back again."""
+    # A named checkpoint of another run only starts this run, once; with one of its own the run would go back again.
     begins_elsewhere = named_folder(config) is not None and not goes_back(config)
     goes_elsewhere = config.resume_from_checkpoint != "latest" and not begins_elsewhere
     without = ["--overwrite"] * config.overwrite + ["--resume_from_checkpoint"] * goes_elsewhere

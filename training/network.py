@@ -132,7 +132,7 @@ def kind_of_network(condition: Conditioning) -> type[Network]:
 
 
 def with_cross_attention(settings: dict[str, object]) -> dict[str, object]:
-    """Give the paper's network attention to the words wherever it has attention to itself."""
+    """Add attention to the words wherever the paper's network has self-attention."""
     types = {
         name: tuple(block.replace("Attn", "CrossAttn") for block in settings[name])
         for name in ("down_block_types", "up_block_types")
@@ -170,7 +170,7 @@ def load_network(name_or_path: str, resolution: int, condition: Conditioning = N
 
 
 def an_input(condition: Conditioning) -> dict[str, torch.Tensor]:
-    """Make what a network with this condition takes for one image, besides the image and its timestep."""
+    """Make the inputs that a network with this condition needs for one image, besides image and timestep."""
     if reads_text(condition):
         return {"encoder_hidden_states": torch.zeros(1, 1, condition["cross_attention_dim"])}
     return {"class_labels": torch.zeros(1, dtype=torch.int64)} if condition else {}
@@ -234,7 +234,7 @@ class CheckpointedAttention:
 
 
 def load_described_network(config: TrainingConfig, channels: int, condition: Conditioning) -> Network:
-    """Load the network that the configuration names; raise if its images have other channels."""
+    """Load the network that the configuration names; raise if its channels do not match the images."""
     described = config.model_config_name_or_path
     unet = load_network(described, config.resolution, condition)
     outputs = (channels, 2 * channels) if config.variance_type in LEARNED_VARIANCES else (channels,)
@@ -247,7 +247,7 @@ def load_described_network(config: TrainingConfig, channels: int, condition: Con
 
 
 def zero_initialized(unet: nn.Module) -> dict[str, nn.Module]:
-    """Find the layers that start (nearly) at zero: what a res-block, an attention and the whole network add.
+    """Find the layers that start (nearly) at zero: the outputs that res-blocks, attentions and the network add.
 
     Attention to words is inside a block of its own; it is the block's output that is added.
     """

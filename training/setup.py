@@ -1,4 +1,4 @@
-"""A run from its configuration and images: put together, announced, trained, published."""
+"""Build a run from its configuration and images, announce it, train it and publish it."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class TrainingState:
     loss: DiffusionLoss
     window: Window
     settings: dict[str, object]
-    condition: dict[str, object] | None = None  # what those who generate images must know of it
+    condition: dict[str, object] | None = None  # what image generation needs to know about it
     step: int = 0
     train_seconds: float = 0.0
     smoothed_loss: float | None = None
 
     def numbers(self) -> dict:
-        """Return what is not a tensor, for JSON."""
+        """Return the state that is not saved as tensors, ready for JSON."""
         ema, scaler = self.update.ema, self.update.scaler
         return {
             "step": self.step,
@@ -79,7 +79,7 @@ class TrainingState:
         }
 
     def load_numbers(self, numbers: dict) -> None:
-        """Restore what `numbers` gave."""
+        """Restore the values that `numbers` returned."""
         self.step, self.train_seconds = numbers["step"], numbers["train_seconds"]
         self.smoothed_loss = numbers["smoothed_loss"]
         for average in self.update.averages:
@@ -91,7 +91,7 @@ class TrainingState:
 
     @property
     def sampling_weights(self) -> dict[str, torch.nn.Module]:
-        """The networks to look at: the moving average, and the raw weights while that still lags behind."""
+        """Return the networks to draw grids with: the moving average, and the raw weights while that still lags."""
         ema = self.update.ema
         networks = {} if ema is None else {"ema": ema.ema_model}
         return networks | ({"raw": self.unet} if ema is None or self.step < 5 * ema.memory else {})
@@ -99,7 +99,7 @@ class TrainingState:
 
 @dataclass
 class Run:
-    """All that a training needs; `opened` adds the last five."""
+    """Everything that a training needs; `opened` fills in the last five fields."""
 
     config: TrainingConfig  # with all defaults resolved
     processes: Processes
@@ -108,7 +108,7 @@ class Run:
     batches: TrainingBatches
     state: TrainingState
     total_steps: int
-    over_at_start: bool = False  # before it began: there is nothing left to train
+    over_at_start: bool = False  # there was nothing left to train when it began
     network: torch.nn.Module | None = None  # `state.unet` as accelerate wrapped it
     tracking: Tracking | None = None
     milestones: Milestones | None = None
@@ -125,7 +125,7 @@ class Run:
         return limit is not None and seconds >= limit
 
     def ending(self) -> Ending:
-        """Tell whether the run ends here, and all processes with it."""
+        """Return how the run ends after this step, on all processes alike; None if it goes on."""
         if self.state.step >= self.total_steps:
             return "finished"
         time_is_up, stop = self.processes.any_a_step_ago(self._time_is_up, stop_requested() is not None)
@@ -133,25 +133,25 @@ class Run:
 
     @contextmanager
     def gradient_exchange(self, enabled: bool) -> Iterator[None]:
-        """Exchange gradients with the other processes during the pass in here, if enabled.
+        """Exchange gradients with the other processes during the pass made inside this context, if enabled.
 
-        Most of the exchange overlaps with the backward pass; what comes after the last gradient is timed.
+        Most of the exchange overlaps with the backward pass; only the part after the last gradient is timed.
         """
         if self.config.clip_per_replica:
-            enabled = False  # every process clips its own first; `Update.clip` exchanges what is left
+            enabled = False  # each process clips its own gradients first; `Update.clip` exchanges the clipped ones
         with nullcontext() if enabled else self.processes.accelerator.no_sync(self.network):
             yield
         if enabled and self.processes.count > 1:
             self.state.window.exchange.stop()
 
     def check_health(self, ending: Ending) -> None:
-        """Raise if loss or gradient are no longer numbers; a GPU is asked only where its results are fetched anyway."""
+        """Raise if loss or gradient is not finite; a GPU is queried only at steps that fetch its results anyway."""
         step, on_cpu = self.state.step, self.processes.device.type == "cpu"
         if on_cpu or ending or step % self.config.logging_steps == 0 or self.milestones.due(step):
             self.state.update.check(step, self.state.window, lambda: self.milestones.last_checkpoint)
 
     def batch_that_fits(self) -> str:
-        """Say, after a step that did not fit in memory, which batch would, and how the global one stays as it is."""
+        """Say, after a step ran out of memory, which batch would fit and which flags keep the global batch the same."""
         failed, share, update = self.sizes.per_device, self.sizes.total // self.processes.count, self.state.update
         update.optimizer.zero_grad()
         moments = 0 if update.optimizer.state else 2 * sum(weights.nbytes for weights in self.state.unet.parameters())
@@ -163,7 +163,7 @@ class Run:
         divisor = max(size for size in range(1, fitting + 1) if share % size == 0)
         use = f"--train_batch_size {divisor} --gradient_accumulation_steps {share // divisor}"
         keeps = f"which keeps the batch of {self.sizes.total}"
-        if self.config.clip_per_replica:  # whose number is that of the passes of all processes
+        if self.config.clip_per_replica:  # the number of replicas must equal the passes of all processes
             use += f" --clip_per_replica {self.sizes.total // divisor}"
             keeps += " but clips smaller parts of it"
             if not self.config.gradient_checkpointing:
@@ -171,17 +171,17 @@ class Run:
         return f"{what}; about {fitting} would fit: use {use}, {keeps}"
 
     def check_whole_images_fit(self) -> None:
-        """Run out of memory now if the first step on whole images would, perhaps hours from now."""
+        """Run out of memory now if the first step on full-size images, perhaps hours away, would do so."""
         if self.state.step >= self.config.half_resolution_steps or self.config.compile:
-            return  # a compiled network takes less than this pass, which would refuse what fits
-        # Adam's, which it has from its first step on.
+            return  # a compiled network needs less memory than this pass, which could fail though training would fit
+        # Adam's moments, which do not exist before its first step.
         to_come = 0 if self.state.update.optimizer.state else 2
         moments = [torch.empty_like(weight) for weight in self.state.unet.parameters() for _ in range(to_come)]
         self.pass_of_zeros(self.sizes.per_device)
         del moments
 
     def pass_of_zeros(self, count: int) -> None:
-        """Make a forward and a backward pass over black images in their own size, for the memory that it takes."""
+        """Make a forward and a backward pass over full-size black images, to measure or try out the memory it needs."""
         zeros, unet = torch.zeros(count, dtype=torch.int64), self.state.unet
         shape = (unet.config.in_channels, self.config.resolution, self.config.resolution)
         images = torch.zeros(count, *shape, dtype=torch.uint8)
@@ -192,7 +192,7 @@ class Run:
 
 
 def check_before_work(config: TrainingConfig, processes: Processes) -> None:
-    """Raise, before any image is decoded, for what can be known to end badly."""
+    """Raise, before any image is decoded, for every mistake that can already be recognised."""
     resolve_batch_sizes(config, processes.count)
     check_output_dir(config)
     if config.train_data_dir is not None:
@@ -206,7 +206,7 @@ def check_before_work(config: TrainingConfig, processes: Processes) -> None:
 
 
 def check_images_are_no_samples(config: TrainingConfig) -> None:
-    """Raise if the images to train on are a run, or would be joined by this run's samples."""
+    """Raise if the folder to train on is itself a run, or if this run's samples would be written into it."""
     named, data = config.train_data_dir, Path(config.train_data_dir).expanduser().resolve()
     if RunFolder(data).is_run:
         raise UserError(
@@ -221,7 +221,7 @@ def check_images_are_no_samples(config: TrainingConfig) -> None:
 
 
 def check_cuda_graph(config: TrainingConfig, loss: DiffusionLoss, processes: Processes) -> None:
-    """Raise where a step cannot be one CUDA graph."""
+    """Raise if a training step cannot be captured as one CUDA graph."""
     reasons = {
         f"needs an NVIDIA GPU, and this run is on {processes.device}": processes.device.type != "cuda",
         f"is for one process, and there are {processes.count}": processes.count > 1,
@@ -280,10 +280,10 @@ def execute(run: Run) -> None:
     if run.config.dry_run:
         return
     if not was_completed(run):
-        with stops_deferred(), opened(run):  # from here on, to be stopped means to save first
+        with stops_deferred(), opened(run):  # from here on, a stop saves a checkpoint first
             train(run)
 
-    # What is to be looked at, and the Hub if asked, which the other processes need not wait for.
+    # The report, the model card and, if asked, the push to the Hub; the other processes need not wait for them.
     run.processes.finish()
     if run.processes.is_main:
         report(run.config)
@@ -291,7 +291,7 @@ def execute(run: Run) -> None:
 
 
 def report(config: TrainingConfig) -> None:
-    """Write the run's report.html; whatever is in the way of that is no reason to fail at the end of a run."""
+    """Write the run's report.html; if that is not possible, only warn, so that a finished run does not fail."""
     folder = RunFolder(config.output_dir)
     try:
         write_report([folder.path], folder.report_file)
@@ -301,7 +301,7 @@ def report(config: TrainingConfig) -> None:
 
 
 def was_completed(run: Run) -> bool:
-    """Tell whether the run in the folder has come to its end, and say so, where no checkpoint is left to show it."""
+    """Tell whether the folder's run is complete though its checkpoints have been deleted; log it if so."""
     step = run.processes.broadcast(completed_step(run.config) if run.processes.is_main else None)
     if step is not None:
         run.state.step = step
@@ -310,7 +310,7 @@ def was_completed(run: Run) -> bool:
 
 
 def graph_of(run: Run) -> Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Return `learn` as a CUDA graph, which takes all that differs between steps as tensors on the device."""
+    """Return `learn` as a CUDA graph that takes everything that varies between steps as tensors on the device."""
     device, static = run.processes.device, ("images", "positions", "condition")
 
     def work(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -329,9 +329,9 @@ def graph_of(run: Run) -> Callable[[Batch, torch.Tensor, torch.Tensor], tuple[to
 
 @contextmanager
 def opened(run: Run) -> Iterator[None]:
-    """Make the run's folder, or go on with the run that is in it, and have in here all that training needs."""
+    """Make the run's folder, or continue the run that is in it, and hold open everything that training needs."""
     config, processes = run.config, run.processes
-    checkpoint, rows = open_run(config, processes), audit(run)  # of the network as it was initialised
+    checkpoint, rows = open_run(config, processes), audit(run)  # the audit is of the network as initialised
     if checkpoint is not None:
         resume(run, checkpoint)
     if processes.is_main:
@@ -340,7 +340,7 @@ def opened(run: Run) -> Iterator[None]:
         write_atomically(folder.config_file, as_yaml(config))
         write_atomically(folder.audit_file, json.dumps([astuple(row) for row in rows], indent=1) + "\n")
         folder.write_condition(run.condition)
-    processes.barrier()  # a text encoder may take long to write, and what follows does not wait long
+    processes.barrier()  # a text encoder may take long to write, and later exchanges are less patient
     run.over_at_start = run.is_over()
     prepare_network(run)
     not_here = "--compile: this machine cannot compile the network; train without it"
@@ -360,7 +360,7 @@ def opened(run: Run) -> Iterator[None]:
 
 
 def resume(run: Run, checkpoint: Path) -> None:
-    """Load a checkpoint; warn if its settings are others, or raise if the run is complete with those."""
+    """Load a checkpoint; if its settings differ from the run's, warn, or raise if its run is already complete."""
     config, state = run.config, run.state
     is_named = checkpoint.name == Path(config.resume_from_checkpoint).name
     changed = load_checkpoint(state, checkpoint, same_run=not is_named)
@@ -379,12 +379,12 @@ def resume(run: Run, checkpoint: Path) -> None:
 
 
 def prepare_network(run: Run) -> None:
-    """Compile the network if asked, wrap the exchange of gradients around it, and choose how a step runs."""
+    """Compile the network if asked, wrap it for the exchange of gradients, and choose how a step is executed."""
     config, processes, unet = run.config, run.processes, run.state.unet
-    network = unet  # which stays as it is, and draws the grids
+    network = unet  # `unet` itself stays unwrapped, and draws the grids
     if config.compile:
         compile_words(processes.device)
-        # Two sizes of images are two graphs, each as fast as the only one of other runs.
+        # Two image sizes compile to two static graphs, each as fast as the only graph of other runs.
         network = torch.compile(unet, dynamic=False if config.half_resolution_steps else None)
     run.network = processes.accelerator.prepare(network)
     run.learn = graph_of(run) if config.cuda_graph else partial(learn, run)

@@ -1,4 +1,4 @@
-"""The record of a run: the sums of a line of metrics, its two files, the bar, the trackers, and the clock."""
+"""The record of a run: the sums behind a line of metrics, the two files, the progress bar, trackers and clock."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ Sums = tuple[list[float], list[float], list[float]]
 class Window:
     """The steps since the last line of metrics.
 
-    Its sums stay on the device, and checkpoints hold them: a line is the same if the run stopped within the window.
+    Its sums stay on the device and are saved in checkpoints, so that a stop within the window changes no line.
     """
 
     def __init__(self, processes: Processes, bins: LogSNRBins, length: int):
         self.processes, self.bins, self.length = processes, bins, length
-        self.exchange = Stopwatch(processes.device)  # of what the processes wait for each other's numbers
+        self.exchange = Stopwatch(processes.device)  # the time that processes wait for each other's numbers
         self._dtype = torch.float32 if processes.device.type == "mps" else torch.float64
-        # Losses are told apart by quarter of the timesteps and by bin: a row for each, true where a timestep is in it.
+        # Losses are grouped by quarter of the timesteps and by bin: one row per group, true for the timesteps in it.
         steps = len(bins.of_timestep)
         in_quarter = torch.arange(steps) * QUARTERS // steps == torch.arange(QUARTERS)[:, None]
         in_bin = bins.of_timestep == torch.arange(len(bins))[:, None]
         self._groups = torch.cat([in_quarter, in_bin]).to(processes.device)
-        # Of the losses and the images of each group; of weights, their squares, objective and gradient norm.
+        # Sums of losses and counts of images per group; then of weights, their squares, objective and gradient norm.
         self.sums = torch.zeros(2 * len(self._groups) + 4, dtype=self._dtype, device=processes.device)
         self.clear()
 
@@ -70,7 +70,7 @@ class Window:
         """Begin a new window."""
         self.sums.zero_()
         self.steps = 0
-        # For the report of a failure: timesteps and losses of this process, of the latest steps.
+        # Timesteps and losses of this process at the latest steps, for reporting a failure.
         self.latest: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add_step(
@@ -92,7 +92,7 @@ class Window:
         return failures[0] == 0, observed
 
     def note(self, t: torch.Tensor, errors: torch.Tensor) -> None:
-        """Count a step, and keep what a report of its failure would show."""
+        """Count a step, and keep the numbers that a report of its failure would show."""
         self.steps += 1
         self.latest = [*self.latest[1 - self.length :], (t, errors.clone())]
 
@@ -116,7 +116,7 @@ class Window:
         """Restore the sums that `numbers` gave."""
         *losses, objective, gradient_norm = numbers["sums"]
         counts = numbers["counts"]
-        # Version 1 was written without these two at first. Weights were 1; bins may also be those of another schedule.
+        # The first files of version 1 lack these two. Weights were 1 then; bins may also be those of another schedule.
         weights = numbers.get("weights", [sum(counts)] * 2)
         of_bins = numbers.get("bins", [[], []])
         bin_losses, bin_counts = (saved if len(saved) == len(self.bins) else [0] * len(self.bins) for saved in of_bins)
@@ -165,10 +165,10 @@ class Tracking:
         self.clock = Clock(state.train_seconds)
         self.profiled_steps = config.profile
         self.profiler = open_profiler(config.profile, self.folder) if config.profile and self.writes else None
-        self._last = (state.step, state.train_seconds, 0.0, 0.0, 0.0)  # as `_metrics` compares them
+        self._last = (state.step, state.train_seconds, 0.0, 0.0, 0.0)  # `_metrics` takes differences from these
 
     def _bar_from(self, step: int) -> tqdm:
-        """Open a bar; steps on small images, which are faster, have one of their own, for each to end when it says."""
+        """Open a bar; the faster steps on small images get their own, so that each bar predicts its end correctly."""
         small = step < self.half_resolution_steps
         total, what = (self.half_resolution_steps, "Steps at half size") if small else (self.total_steps, "Steps")
         return progress_bar(total=total, initial=step, desc=what, disable=self.silent)
@@ -183,7 +183,7 @@ class Tracking:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in here is not training time."""
+        """Keep the time spent inside this context out of the training time."""
         self.processes.synchronize_device()
         with self.clock.paused():
             yield
@@ -206,7 +206,7 @@ class Tracking:
             return
         sums = state.window.fetch()
         metrics = self._metrics(state, sums)
-        with self.clock.paused():  # to look at a sampler is no part of what it costs
+        with self.clock.paused():  # inspecting a sampler is not part of its cost
             timesteps = describe_timesteps(state, sums)
         if self.writes:
             self._write(state, metrics, timesteps)
@@ -215,7 +215,7 @@ class Tracking:
             state.window.clear()
 
     def _metrics(self, state: TrainingState, sums: Sums) -> dict[str, float]:
-        """Compute the line of the steps of the window, the same on all processes but for times and memory."""
+        """Compute the window's line of metrics, the same on all processes except for times and memory."""
         window, (losses, counts, others) = state.window, sums
         counts = counts[:QUARTERS]
         weight, weight_squared, objective, gradient_norm = others
@@ -268,13 +268,13 @@ class Tracking:
         self._to_trackers(lambda tracker: tracker.log_picture(name, picture, step))
 
     def log_evaluation(self, values: dict[str, float], step: int) -> None:
-        """Log what evaluate.py has measured of a checkpoint where it does not do so itself."""
+        """Log evaluate.py's results for a checkpoint to those trackers that it does not write to itself."""
         if not values:
             return
         self._to_trackers(lambda tracker: None if isinstance(tracker, TensorBoard) else tracker.log(values, step))
 
     def log_timesteps(self, state: TrainingState) -> None:
-        """Show what a sampler does as histograms: its density over t; over log-SNR that, its signals, and the loss."""
+        """Log histograms of a sampler: its density over t, and its density, signals and loss over log-SNR."""
         if not self.trackers:
             return
         density, bins = state.loss.sampler.describe(), state.window.bins
@@ -294,7 +294,7 @@ class Tracking:
         self._to_trackers(lambda tracker: tracker.log_histogram(name, edges, heights, step))
 
     def _to_trackers(self, action: Callable) -> None:
-        """Write to the trackers. Curves are worth less than the run: if they cannot be written, they end."""
+        """Write to the trackers; one that fails is dropped, because curves matter less than the run."""
         for tracker in [*self.trackers]:
             try:
                 action(tracker)
@@ -309,7 +309,7 @@ class Tracking:
         self._to_trackers(lambda tracker: tracker.finish())
 
     def _end_profile(self) -> None:
-        """Stop the profiler, which writes what it has recorded, and say what is missing of it."""
+        """Stop the profiler, which then writes its recording, and warn of steps that are missing from it."""
         self.profiler.stop()
         wanted, missing = self.profiled_steps, self.profiled_steps - max(0, steps_recorded(self.profiler))
         if missing > 0:
@@ -322,12 +322,12 @@ class Tracking:
 
 
 def steps_recorded(profiler: torch.profiler.profile) -> int:
-    """Return how many steps have been over since the recording began, until it is complete."""
+    """Return how many steps have finished since the recording began; valid until it is complete."""
     return profiler.step_num - STEPS_NOT_PROFILED - 1
 
 
 def open_profiler(steps: int, folder: RunFolder) -> torch.profiler.profile:
-    """Record steps of a run, after those in which it warms up: a trace of every operation, and where the time went."""
+    """Profile steps of a run after its warm-up: record a trace of every operation, and where the time went."""
 
     def write(profiler: torch.profiler.profile) -> None:
         recorded = steps_recorded(profiler)
@@ -348,7 +348,7 @@ def open_profiler(steps: int, folder: RunFolder) -> torch.profiler.profile:
 
 
 def most_expensive(averages: Iterable, steps: int) -> str:
-    """List the operations that took most of the device's time, or of the processor's where there is no other."""
+    """List the operations that took the most time on the device, or on the processor if there is no other."""
     operations = [entry for entry in averages if not entry.key.startswith("ProfilerStep")]
     device = any(entry.self_device_time_total for entry in operations)
     took = operator.attrgetter("self_device_time_total" if device else "self_cpu_time_total")
@@ -361,9 +361,9 @@ def most_expensive(averages: Iterable, steps: int) -> str:
 
 
 def describe_timesteps(state: TrainingState, sums: Sums) -> dict:
-    """Say what the timesteps did in a window: by bin of log-SNR their probability, mean unweighted loss, and signals.
+    """Summarise the timesteps of a window by bin of log-SNR: their probability, mean unweighted loss, and signals.
 
-    Probability and signals are those at its end. A bin of which nothing was drawn has no loss.
+    Probabilities and signals are those at the window's end. A bin from which nothing was drawn has no loss.
     """
     bins, sampler = state.window.bins, state.loss.sampler
     losses, counts, _ = sums
@@ -382,7 +382,7 @@ def rounded(values: Iterable[float]) -> list[float | None]:
 
 
 class LineFile:
-    """A file of a run with a line of JSON for each window; what a full disk does not take is tried again later."""
+    """A file of a run with a line of JSON for each window; lines that a full disk refuses are tried again later."""
 
     def __init__(self, path: Path, last_step: int):
         """Drop the lines of steps that will be repeated, and a last line that was cut off."""

@@ -1,4 +1,4 @@
-"""The update of the weights: Adam, gradient clipping, the moving average, and the check that leaves an update out."""
+"""Update the weights: Adam, gradient clipping, the moving average, and the check that skips a failed update."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from common.errors import RunFailed, UserError
 from common.machine import Stopwatch
 from common.processes import Processes
 from common.randomness import derive_seed
-from run_folder.checkpoints import POWER_LENGTHS, power_exponent
+from run_folder.checkpoints import POWER_LENGTHS, last_good, power_exponent
 from run_folder.config import TrainingConfig
 from training.tracking import Window
 
 NEVER_FAILED = torch.iinfo(torch.int64).max  # the step of a failure that has not happened
-# Under fp16 the gradient scaler halves its scale at every overflow, from 65536; below this they are not by chance.
+# Under fp16 the gradient scaler starts at 65536 and halves at every overflow; below this they are no coincidence.
 SMALLEST_LOSS_SCALE = 2.0**-8
 MOST_LISTED = 10  # timesteps in the report of a failure
 
 
 class Update:
-    """What a step does to the weights once it has their gradient, and what it needs to remember for that."""
+    """The part of a step that turns gradients into new weights, with the state that it has to remember."""
 
     def __init__(self, config: TrainingConfig, unet: torch.nn.Module, total_steps: int, processes: Processes):
         self.unet, self.processes, self.max_grad_norm, self.seed = unet, processes, config.max_grad_norm, config.seed
         self.optimizer, self.averages = build_optimizer(config, unet), build_averages(config, unet)
         self.scaler: torch.amp.GradScaler | None = processes.accelerator.scaler
         self.learning_rate = learning_rate_schedule(config, total_steps)
-        self.replicas = config.clip_per_replica  # whose gradients are clipped one by one, if any
+        self.replicas = config.clip_per_replica  # how many parts of the batch are clipped separately, if any
         if self.replicas and self.scaler is not None:
             raise UserError("--clip_per_replica does not go with fp16, which scales gradients; use bf16 or no")
         self._clipped = [torch.zeros_like(weight) for weight in unet.parameters()] if self.replicas else []
@@ -56,17 +56,17 @@ class Update:
             torch._foreach_zero_(self._clipped)
 
     def backward(self, objective: torch.Tensor) -> None:
-        """Add a forward pass's share of the objective, and its gradient."""
+        """Add one forward pass's share to the objective, and its gradient to the gradients."""
         (objective if self.scaler is None else self.scaler.scale(objective)).backward()
         self.objective += objective.detach()
         if self.replicas:
             self._clip_replica()
 
     def _clip_replica(self) -> None:
-        """Take the gradient of a forward pass away, clipped as one of the original's replicas clips its own.
+        """Move one forward pass's gradient into the running sum, clipped as a replica of the original clips its own.
 
-        With R replicas it is at 1/R of its scale there, and so is the limit (`tpu_utils.py` of the original). Here both
-        are at 1 over the number of this process's passes.
+        There, with R replicas, the gradient and the limit are both scaled by 1/R (`tpu_utils.py` of the original). Here
+        both are scaled by 1 over the number of this process's passes.
         """
         gradients = [weight.grad for weight in self.unet.parameters()]
         limit = self.max_grad_norm * self.processes.count / self.replicas
@@ -76,7 +76,7 @@ class Update:
         self.optimizer.zero_grad()
 
     def _average_replicas(self, exchange: Stopwatch) -> None:
-        """Make the mean over all replicas the gradient."""
+        """Replace the gradient by the mean over all replicas."""
         if self.processes.count > 1:
             total = torch.cat([gradient.flatten() for gradient in self._clipped])
             exchange.start()
@@ -100,21 +100,21 @@ class Update:
 
     @property
     def is_finite(self) -> torch.Tensor:
-        """Tell, on the device, whether objective and gradient are finite; fp16's overflows are the scaler's affair."""
+        """Tell, on the device, whether objective and gradient are finite; the scaler handles overflows under fp16."""
         finite = self.objective.isfinite()
         return finite if self.scaler is not None else finite & self.gradient_norm.isfinite()
 
     def step(self, step: int | torch.Tensor, all_finite: torch.Tensor) -> None:
         """Update the weights, unless this step or one before it failed on any process.
 
-        The fused optimiser looks at `found_inf` on the device, so that leaving the update out needs no answer from it.
+        The fused optimiser reads `found_inf` on the device, so that an update is skipped without the host waiting.
         Under fp16 the scaler decides.
         """
         self.failed_at.copy_(torch.where(all_finite, self.failed_at, self.failed_at.clamp(max=step)))
         if self.scaler is None:
             failed = self.failed_at != NEVER_FAILED
             self.optimizer.found_inf = failed.float()
-            # The fused kernel of MPS does not look at it, so there the host has to.
+            # The fused kernel of MPS ignores `found_inf`, so there the host has to check.
             if self.processes.device.type != "mps" or not failed:
                 self.optimizer.step()
         else:
@@ -123,7 +123,7 @@ class Update:
         self.optimizer.zero_grad()
 
     def finish(self) -> None:
-        """Update the moving averages: an operation each, whose decay the host knows."""
+        """Update the moving averages, with one operation for each; their decay is computed on the host."""
         for average in self.averages:
             average.update()
 
@@ -134,17 +134,16 @@ class Update:
             t, errors = window.latest[failed_at - next_step]  # counted back from the newest step
             bad, drawn = (set().union(*self.processes.all_gather(some.tolist())) for some in (t[~errors.isfinite()], t))
             what = f"loss at {listed(bad)}" if bad else f"gradient (at {listed(drawn)})"
-            checkpoint = last_checkpoint()
-            left = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
             raise RunFailed(
-                f"step {failed_at}: the {what} is not finite; the weights were not updated with it, and {left}. "
-                f"Try a lower --learning_rate, a longer --lr_warmup_steps or --mixed_precision no"
+                f"step {failed_at}: the {what} is not finite; the weights were not updated with it, and "
+                f"{last_good(last_checkpoint())}. Try a lower --learning_rate, a longer --lr_warmup_steps or "
+                f"--mixed_precision no"
             )
         line_due = next_step % window.length == 0
         if line_due and self.scaler is not None and self.scaler.get_scale() < SMALLEST_LOSS_SCALE:
             raise RunFailed(
-                f"step {next_step}: gradients overflow in fp16 whatever the loss scale; no update was made with them. "
-                f"The last good checkpoint is {last_checkpoint()}; continue with --mixed_precision bf16 or no"
+                f"step {next_step}: gradients overflow in fp16 whatever the loss scale; no update was made with them, "
+                f"and {last_good(last_checkpoint())}; continue with --mixed_precision bf16 or no"
             )
 
 
@@ -156,13 +155,13 @@ def listed(timesteps: set[int]) -> str:
 class ExactEMA(EMA):
     """ema-pytorch's moving average with its decay in float64.
 
-    In the float32 of the library a decay of 0.9999 is 0.99989998, and the share of the new weights 1.7e-4 too large.
+    The library's float32 turns a decay of 0.9999 into 0.99989998 and makes the new weights' share 1.7e-4 too large.
     The counters stay on the CPU, where reading them waits for no device: never call `.to()` on it.
     """
 
     def __init__(self, unet: torch.nn.Module, **settings: float):
         super().__init__(unet, update_after_step=0, update_every=1, include_online_model=False, **settings)
-        self.ema_model.requires_grad_()  # or autocast would cast every weight anew at every step of a grid
+        self.ema_model.requires_grad_()  # otherwise autocast would cast every weight again at every step of a grid
 
     def get_current_decay(self) -> float:
         """Return 1 - (1 + n / inv_gamma)^-power n updates after the copy, between `min_value` and `beta`."""
@@ -177,7 +176,7 @@ class ExactEMA(EMA):
 
     @property
     def memory(self) -> float:
-        """Return about how many steps it looks back in the end."""
+        """Return about how many steps the average looks back once its decay has reached the maximum."""
         return 1 / (1 - self.beta)
 
     @cached_property
@@ -206,12 +205,12 @@ class PowerEMA(ExactEMA):
 
 
 def tensors_of(network: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield what is averaged: weights and buffers of floating point."""
+    """Yield the tensors that are averaged: floating-point weights and buffers."""
     return (tensor for tensor in (*network.parameters(), *network.buffers()) if tensor.is_floating_point())
 
 
 def build_optimizer(config: TrainingConfig, unet: torch.nn.Module) -> torch.optim.Optimizer:
-    """Build Adam: AdamW with decay 0 is the same update, and `fused` can skip one on the device (see `Update.step`).
+    """Build Adam as AdamW, the same at decay 0; `fused` lets the device skip an update (see `Update.step`).
 
     A CUDA graph reads the learning rate on the device, in float32.
     """
@@ -240,7 +239,7 @@ def learning_rate_schedule(config: TrainingConfig, total_steps: int) -> Callable
 
 
 def build_averages(config: TrainingConfig, unet: torch.nn.Module) -> list[ExactEMA]:
-    """Build the moving averages, the one that is the run's first; without --use_ema there is none."""
+    """Build the moving averages, the run's own first; without --use_ema there are none."""
     if not config.use_ema:
         return []
     if config.ema == "constant":
@@ -253,7 +252,7 @@ def build_ema(config: TrainingConfig, unet: torch.nn.Module) -> ExactEMA:
     return ExactEMA(
         unet,
         beta=config.ema_max_decay,
-        min_value=0.0 if config.ema_warmup else config.ema_max_decay,  # a ramp whose minimum is its maximum
+        min_value=0.0 if config.ema_warmup else config.ema_max_decay,  # without warm-up the ramp is flat
         inv_gamma=config.ema_inv_gamma,
         power=config.ema_power,
     )
