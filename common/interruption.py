@@ -34,8 +34,11 @@ class Interrupted(BaseException):
     """The end that a signal asked for, and what became of the work. Not an Exception: no library may swallow it."""
 
     def __init__(self, signal_name: str, outcome: str):
-        super().__init__(f"{signal_name}: {outcome}")
+        super().__init__(signal_name, outcome)
         self.signal_name, self.outcome = signal_name, outcome
+
+    def __str__(self) -> str:
+        return f"{self.signal_name}: {self.outcome}"
 
 
 def catch_signals() -> None:

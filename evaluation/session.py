@@ -114,11 +114,7 @@ class Session:
                     self._measure_models([model])
                     steps.append(model.step)
         except Interrupted as stop:
-            raise Interrupted(
-                stop.signal_name,
-                f"what has been measured is in {self.output_dir / results.RESULTS}, and images so far are kept; "
-                f"{self.run.path} is no longer watched",
-            ) from stop
+            raise Interrupted(stop.signal_name, f"{stop.outcome}; {self.run.path} is no longer watched") from stop
         logger.info("The run is complete, and every checkpoint that could be read has been measured")
         # Only now: as long as the training went on, wandb and trackio were its own.
         for step in steps if self.processes.is_main else []:

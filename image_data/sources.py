@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 DIGITS = "digits"
 MOST_NAMED = 5
 TABLES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # that `datasets` reads in a folder of images
-SPLITS_OF_PREPARE_DATA = {"train_data": "train", "eval_data": "test"}  # with --sysu_folders
+SPLITS_OF_PREPARE_DATA = {"train_data": "train", "eval_data": "test"}  # with --sysu_folders, whatever --eval_split is
 SAMPLED_FOR_CHANNELS = 256
 
 
@@ -199,7 +199,7 @@ class _Folder:
 
 
 def _load_image_folder(options: DataOptions) -> "dict[str, Dataset] | DatasetDict":
-    """Load images from a folder and its sub-folders. Only if all sub-folders are named after splits are they splits.
+    """Load images from a folder and its sub-folders, or from those of each split (`_split_folders`).
 
     They are searched and listed here: `datasets` does not follow links, guesses (one photo called `test_1.jpg`, and it
     takes that one for the whole data set), and needs kilobytes for each file. Folders with tables or archives are
@@ -209,11 +209,11 @@ def _load_image_folder(options: DataOptions) -> "dict[str, Dataset] | DatasetDic
 
     folder = options.train_data_dir
     path = _existing_folder(folder, "--train_data_dir")
-    found = _folders_with_images(path, options.on_bad_image)
-    if not found:
+    roots = _split_folders(path) or {"train": path}
+    splits = {name: _folders_with_images(root, options.on_bad_image) for name, root in roots.items()}
+    splits = {name: folders for name, folders in splits.items() if folders}
+    if not splits:
         raise UserError(f"--train_data_dir {folder}: there are no images in this folder ({path})")
-    roots = _split_folders(path, found) or {"train": path}
-    splits = {name: [each for each in found if Path(each.path).is_relative_to(root)] for name, root in roots.items()}
     if not all(each.is_plain for folders in splits.values() for each in folders):
         return call_in_child(functools.partial(_read_image_folder, folder, splits, _cache_of_datasets(options)))
     try:
@@ -279,6 +279,14 @@ def _list_split(name: str, folders: list[_Folder], root: str, features: "Feature
 
 
 def _folders_with_images(path: str, on_bad_image: str) -> list[_Folder]:
+    """Return all folders with images in and below one; raise, or warn, for what cannot be read."""
+    found, unread = _search(path)
+    leave_out(unread, on_bad_image)
+    return found
+
+
+def _search(path: str) -> tuple[list[_Folder], list[str]]:
+    """Return all folders with images in and below one, each once, and the images and folders that cannot be read."""
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
     found, unread, seen = [], [], set()
@@ -303,8 +311,7 @@ def _folders_with_images(path: str, on_bad_image: str) -> list[_Folder]:
                 images.append(name)
         if images or not is_plain:
             found.append(_Folder(folder, sorted(images), is_plain))
-    leave_out(unread, on_bad_image)
-    return sorted(found, key=lambda each: each.path)
+    return sorted(found, key=lambda each: each.path), unread
 
 
 def why_unread(file: str, read: Collection[str]) -> str | None:
@@ -329,7 +336,7 @@ def leave_out(unread: list[str], on_bad_image: str) -> None:
     logger.warning("%d image file(s) cannot be read and are left out: %s", len(unread), listed)
 
 
-def _split_folders(path: str, found: list[_Folder]) -> dict[str, str]:
+def _split_folders(path: str) -> dict[str, str]:
     """Return the folder of each split if all images are in such (as in train/ and test/), nothing if there are none.
 
     Raise if it is not clear: images that were set aside for a test must not be trained on without a word.
@@ -338,24 +345,37 @@ def _split_folders(path: str, found: list[_Folder]) -> dict[str, str]:
 
     split_of = {keyword: str(split) for split, keywords in SPLIT_KEYWORDS.items() for keyword in keywords}
     split_of |= SPLITS_OF_PREPARE_DATA
-    folders = sorted({Path(each.path).relative_to(path).parts[0] for each in found if each.path != path})
-    named = {folder: split_of[folder.lower()] for folder in folders if folder.lower() in split_of}
-    if not named:
+    # Not entry.is_dir(), which raises for a link that leads to itself.
+    names = sorted(
+        entry.name for entry in os.scandir(path) if not entry.name.startswith((".", "__")) and os.path.isdir(entry.path)
+    )
+    if not any(name.lower() in split_of for name in names):
         return {}
-    beside = [folder for folder in folders if folder not in named]
-    beside += ["images"] if any(each.path == path and each.images for each in found) else []
-    beside += [table for table in TABLES if os.path.exists(os.path.join(path, table))]
+    folders = [name for name in names if _search(os.path.join(path, name))[0]]
+    named = {name: split_of[name.lower()] for name in folders if name.lower() in split_of}
+    others = [name for name in folders if name not in named]
+    beside = [entry.name for entry in os.scandir(path) if entry.name in TABLES or _is_image(entry)]
     splits = set(named.values())
-    if not beside and len(splits) == len(named):
-        return {split: os.path.join(path, folder) for folder, split in named.items()}
-    if splits == {"train"} and set(beside) <= set(folders):
-        logger.warning("%s: %s is taken for a class, as %s are", path, ", ".join(named), ", ".join(beside))
+    if not named or (not others and not beside and len(splits) == len(named)):
+        return {split: os.path.join(path, name) for name, split in named.items()}
+    if splits == {"train"} and others and not beside:
+        logger.warning("%s: %s is taken for a class, as %s are", path, ", ".join(named), ", ".join(others))
         return {}
-    problem = f"{', '.join(beside)} beside them" if beside else "two of them for one split"
+    found = [*others, *sorted(beside)[:MOST_NAMED]]
+    problem = f"{', '.join(found)} beside them" if found else "two of them for one split"
+    train = [name for name, split in named.items() if split == "train"]
+    example = f", such as {os.path.join(path, train[0])}" if train else ""
     raise UserError(
         f"--train_data_dir {path}: has folders of splits ({', '.join(named)}) and {problem}; name the folder to train "
-        f"on, such as {os.path.join(path, list(named)[-1])}, or move the rest elsewhere"
+        f"on{example}, or move the rest elsewhere"
     )
+
+
+def _is_image(entry: os.DirEntry) -> bool:
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+    suffix = os.path.splitext(entry.name)[1].lower()
+    return suffix in ImageFolder.EXTENSIONS and not entry.name.startswith(".") and os.path.isfile(entry.path)
 
 
 def _load_local_folder(options: DataOptions) -> "dict[str, Dataset] | DatasetDict":

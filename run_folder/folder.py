@@ -233,7 +233,9 @@ def check_disk(config: TrainingConfig, num_parameters: int) -> None:
             f"--output_dir {config.output_dir}: {_size(free)} are free on its disk, but a checkpoint takes "
             f"{_size(checkpoint)} and two must fit; free some space or choose another disk"
         )
-    kept = config.max_train_steps // math.lcm(config.keep_every, config.checkpointing_steps) if config.keep_every else 0
+    kept = 0
+    if config.keep_every and config.max_train_seconds is None:  # else nobody knows how many steps there will be
+        kept = config.max_train_steps // math.lcm(config.keep_every, config.checkpointing_steps)
     wanted = (config.checkpoints_total_limit + 1 + kept) * checkpoint
     if config.ema == "power":
         # Two averages in float16, two bytes each.

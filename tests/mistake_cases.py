@@ -641,16 +641,16 @@ files("run folder", f"{AGAIN} --max_train_steps=6 --logger=tensorboard", "run", 
 files("run folder", f"{AGAIN} --max_train_steps=6", "samples",
       {"samples that are a file": {"run/samples": file_instead}}, code=(0, 2), leaves=("run/*",))
 files("run folder", AGAIN, "another run", {"in use": {"run/.lock": held}})
-files("run folder", f"{TRAIN} --output_dir=out", "something else", {
+files("run folder", f"{TRAIN} --output_dir=out", "files that are not", {
     "photos in it": {"out/a.png": PNG},
     "a text in it": {"out/notes.txt": "mine"},
     "a folder in it": {"out/thesis/chapter.txt": "mine"},
     "a hidden file in it": {"out/.git/config": "mine"},
 })
-files("run folder", f"{TRAIN} --output_dir=out --overwrite", "something else|mine",
+files("run folder", f"{TRAIN} --output_dir=out --overwrite", "files that are not",
       {"a text in it, to be overwritten": {"out/notes.txt": "mine"}})
 family("run folder", TRAIN, """
-    --output_dir=photos                         :: photos & something else
+    --output_dir=photos                         :: photos & files that are not
     --output_dir=run/config.yaml                :: a file
     --output_dir=run/config.yaml/x              :: a file
     --output_dir=samples.npz                    :: a file
@@ -1087,7 +1087,7 @@ family("schedulers", GENERATE.replace("--ddim ", ""), """
 
 INTO = GENERATE.replace("=out", "=generated")
 family("samples", GENERATE, """
-    --output_dir=photos                         :: photos & something else
+    --output_dir=photos                         :: photos & not generated images
     --output_dir=samples.npz                    :: a file
     --output_dir=/proc/out                      :: /proc
     --output_dir=/dev/null/out                  :: /dev/null
@@ -1117,7 +1117,7 @@ files("samples", INTO, "generated", {
     "an image of noise": {"generated/images/000001.png": garbage},
     "in use": {"generated/.lock": held},
 }, leaves=("generated/.lock",))
-files("samples", f"{INTO} --overwrite", "something else",
+files("samples", f"{INTO} --overwrite", "not generated images",
       {"photos in the folder": {"generated/samples.json": None, "generated/holiday.png": PNG}},
       leaves=("generated/.lock",))
 files("samples", f"{INTO}", "", {"an image of no bytes": {"generated/images/000001.png": b""}}, code=0,

@@ -456,7 +456,9 @@ def test_pictures_beside_the_images(run, tmp_path):
 
 def test_only_exact_methods_say_what_they_see(run, tmp_path):
     flags = ["--scheduler=EulerDiscreteScheduler", "--num_inference_steps=2", "--num_images=1", "--progressive"]
-    with pytest.raises(UserError, match="--progressive goes with --ddpm and --ddim, .*, not EulerDiscreteScheduler"):
+    with pytest.raises(
+        UserError, match="--progressive needs the estimate of x_0, .* and EulerDiscreteScheduler has not"
+    ):
         generate(run, *flags, f"--output_dir={tmp_path / 'out'}")
 
 

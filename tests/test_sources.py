@@ -145,11 +145,12 @@ def test_what_is_no_image_beside_the_splits_leaves_them_splits(load, tmp_path, e
 
 
 AMBIGUOUS = {
-    "another folder": (["train/0.png", "test/0.png", "more/0.png"], "more beside them"),
+    "another folder": (["train/0.png", "val/0.png", "more/0.png"], "more beside them"),
     "no folder for training": (["test/0.png", "cats/0.png", "dogs/0.png"], "cats, dogs beside them"),
-    "images": (["test/0.png", "0.png"], "images beside them"),
+    "images": (["test/0.png", "0.png"], "0.png beside them"),
     "a table": (["train/0.png", "test/0.png", "metadata.csv"], "metadata.csv beside them"),
     "two of one split": (["train/0.png", "test/0.png", "eval/0.png"], "two of them for one split"),
+    "two for training": (["train/0.png", "training/0.png"], "two of them for one split"),
     "prepare_data.py --sysu_folders": (
         ["train_data/0.png", "eval_data/0.png", "normalized_eval_data/0.png"],
         "normalized_eval_data beside them",
@@ -162,8 +163,17 @@ def test_images_for_a_test_are_never_trained_on_without_a_word(load, tmp_path, n
     files, problem = AMBIGUOUS[name]
     for file in files:
         write(tmp_path / "photos" / file, png(0) if file.endswith("png") else b"file_name,text\ntrain/0.png,a cat\n")
-    with pytest.raises(UserError, match=f"has folders of splits .* and {problem}; name the folder to train on"):
+    train = {file.split("/")[0] for file in files if file.startswith("train")}
+    example = f", such as .*/photos/{min(train)}, or" if train else ", or"
+    with pytest.raises(UserError, match=f"folders of splits .* and {problem}; name the folder to train on{example}"):
         load(train_data_dir=str(tmp_path / "photos"))
+
+
+@pytest.mark.parametrize(("link", "of"), [("test", "train"), ("train", "test")])
+def test_a_split_may_be_a_link_to_another(load, tmp_path, link, of):
+    image_folder(tmp_path / "photos" / of, 4)
+    (tmp_path / "photos" / link).symlink_to(tmp_path / "photos" / of)
+    assert [len(load(train_data_dir=str(tmp_path / "photos"), split=split)) for split in ("train", "test")] == [4, 4]
 
 
 def test_a_folder_that_may_not_be_read_is_named(load, tmp_path, monkeypatch):

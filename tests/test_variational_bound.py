@@ -303,7 +303,7 @@ def test_ddim_and_other_schedulers_ignore_the_variance(run):
     def mean_alone(samples: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return network(samples, t).sample[:, :1]
 
-    fixed = ExactDDPMScheduler.from_config({**model.scheduler.config, "variance_type": "fixed_large"})
+    fixed = ExactDDPMScheduler.from_config(model.scheduler.config, variance_type="fixed_large")
     for make in (
         lambda scheduler: DDIM(scheduler, 10),
         lambda scheduler: DiffusersMethod(scheduler, "DPMSolverMultistepScheduler", 10),

@@ -242,9 +242,7 @@ class TestBeside:
             measure(session, samples, *given)
 
         monkeypatch.setattr(Session, "_measure_samples", pruned_meanwhile)
-        with pytest.raises(
-            Interrupted, match="SIGINT: what has been measured is in .*results.csv, and .* is no longer watched"
-        ):
+        with pytest.raises(Interrupted, match="SIGINT: stopped; there was nothing to save; .* is no longer watched"):
             evaluate(f"--run_dir={growing}", *SAMPLED, "--watch", "--keep_best=fd")
         assert measured == ["checkpoint-2", "checkpoint-4"]
         assert capsys.readouterr().err.count("Waiting for the next checkpoint") == 3

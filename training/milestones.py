@@ -131,8 +131,7 @@ class Milestones:
         if others:
             raise RunFailed(
                 f"step {state.step}: the weights of process {', '.join(others)} are no longer those of process 0, so "
-                f"nothing is saved; {last_good(self.last_checkpoint)}. All devices must be of the "
-                f"same model"
+                f"nothing is saved; {last_good(self.last_checkpoint)}. All devices must be of the same model"
             )
 
     def _worth_a_grid(self, state: TrainingState) -> bool:
