@@ -48,8 +48,9 @@ format: .venv/.installed-dev
 	@$(ENVIRONMENT) -m ruff check --fix .
 	@$(ENVIRONMENT) -m ruff format .
 
+# What was trained, in runs/, stays.
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache  # not runs/, which holds what cost days
+	rm -rf .venv .pytest_cache .ruff_cache
 
 $(ENVIRONMENT):
 	$(PYTHON) -m venv .venv

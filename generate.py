@@ -40,8 +40,8 @@ def main() -> None:
 
     # The models, how noise becomes images with each, and where they go.
     lengths = [] if options.ema_length is None else [options.ema_length]
-    looks = processes.is_local_main  # every machine fetches what is on the Hub
-    models = find_models(options.model, options.checkpoints, options.weights, lengths) if looks else None
+    fetches = processes.is_local_main  # every machine fetches what is on the Hub
+    models = find_models(options.model, options.checkpoints, options.weights, lengths) if fetches else None
     compared = find_compared(models[0], options) if processes.is_main and options.nearest else None
     folders, seeds = [], seeds_of(options)
     for model in processes.broadcast(models):

@@ -178,8 +178,8 @@ class Likelihood:
 
     def __init__(self, options: EvaluationOptions, processes: Processes):
         self.options, self.processes = options, processes
-        looks = processes.is_local_main  # every machine fetches what is on the Hub
-        models = find_models(options.run_dir, options.checkpoints, options.weights) if looks else None
+        fetches = processes.is_local_main  # every machine fetches what is on the Hub
+        models = find_models(options.run_dir, options.checkpoints, options.weights) if fetches else None
         self.models: list[SavedModel] = processes.broadcast(models)
         self.output_dir = Path(options.output_dir).expanduser() if options.output_dir else self.models[0].home
         workers = options.num_workers

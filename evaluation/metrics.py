@@ -85,8 +85,8 @@ def kernel_distance(generated: torch.Tensor, reference: torch.Tensor) -> tuple[f
     size = min(KERNEL_SUBSET_SIZE, len(generated), len(reference))
     subsets = 1 if size == len(generated) == len(reference) else KERNEL_SUBSETS  # there is but one of all
     sizes = {"kid_subset_size": size, "kid_subsets": subsets}
-    found = kid_features_to_metric(generated.double(), reference.double(), **sizes, verbose=False)
-    return tuple(found.values())[:subsets]  # one subset has no deviation
+    mean, deviation = kid_features_to_metric(generated.double(), reference.double(), **sizes, verbose=False).values()
+    return (mean, deviation) if subsets > 1 else (mean,)
 
 
 def inception_score(logits: torch.Tensor) -> tuple[float, float]:

@@ -115,9 +115,9 @@ def plan(
     targets, taken = [], set()
     for split, photos in splits.items():
         for photo in photos:
-            folder, stem = folders.get(split, split), stem_of(photo)
+            folder, stem = folders.get(split, split), _stem(photo)
             if (folder, stem) in taken:  # as a few are among a million photos of one name
-                stem = stem_of(photo, digest_size=16)
+                stem = _stem(photo, digest_size=16)
             taken.add((folder, stem))
             targets.append(Target(photo, folder, stem, output_format))
             if squares is not None and split != "train":
@@ -245,7 +245,7 @@ def _encode(data: bytes, output_format: OutputFormat) -> tuple[bytes, str]:
     return file.getvalue(), ".png"
 
 
-def stem_of(photo: Photo, digest_size: int = 4) -> str:
+def _stem(photo: Photo, digest_size: int = 4) -> str:
     """Return a name that any tool and file system takes, in a folder named after the label; hashes keep them apart."""
     name = f"{_plain(os.path.splitext(os.path.basename(photo.name))[0])}-{_hash(photo.name, digest_size)}"
     if photo.label is None:

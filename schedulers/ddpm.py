@@ -212,11 +212,8 @@ class ExactDDPMScheduler(DDPMScheduler):
         """
         a_t = self.alphas_cumprod
         variances = [self.variance(t, t - 1) for t in range(len(a_t))]
-        of_original = (
-            previous_levels(a_t)
-            * (self.betas / (1 - a_t)) ** 2
-            / (2 * math.log(2) * torch.tensor(variances, dtype=a_t.dtype))
-        )
+        scale = 2 * math.log(2) * torch.tensor(variances, dtype=a_t.dtype)
+        of_original = previous_levels(a_t) * (self.betas / (1 - a_t)) ** 2 / scale
         return weight_of_prediction(of_original, a_t, self.config.prediction_type)
 
     def log_variance(self, values: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
