@@ -165,7 +165,7 @@ def show(studio: Studio, model: SavedModel, wish: Wish, estimates: bool, stopped
         return
     precision = studio.processes.precision
     which = f"--weights={model.weights}" if model.ema_length is None else f"--ema_length={model.ema_length:g}"
-    flags = [] if model.step is None else [which]
+    flags = [] if model.step is None and model.ema_length is None else [which]
     flags += wish.flags() + ([] if precision == "no" else [f"--mixed_precision={precision}"])
     command = shlex.join(["python", "generate.py", model.source, *flags])
     below = f"<p>To make these images as files:</p><code>{html.escape(command)}</code>"

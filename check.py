@@ -41,7 +41,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.output_dir and Path(options.output_dir).exists():
-        raise UserError(f"--output_dir {options.output_dir}: is there already; name a new folder")
+        raise UserError(f"--output_dir {options.output_dir}: already exists; choose a new folder")
     if options.output_dir:
         make_folder(Path(options.output_dir))
     with tempfile.TemporaryDirectory() as temporary:

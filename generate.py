@@ -52,21 +52,11 @@ def main() -> None:
             path = Path(options.output_dir) / (model.name if options.checkpoints else "")
         folders.append(SampleFolder(path, job, seeds, options))
 
-    if options.interpolate:
-        first, last = options.interpolate
+    if options.interpolate or options.interpolate_images:
         processes.finish()
         if processes.is_main:
-            path = folders[0].path / f"interpolation-{first}-{last}.png"
-            save_interpolation(folders[0].job, first, last, processes, path)
-            logger.info("%s goes from seed %d to seed %d", path, first, last)
-        return
-    if options.interpolate_images:
-        processes.finish()
-        if processes.is_main:
-            first, last = (Path(name).stem for name in options.interpolate_images)
-            path = folders[0].path / f"between-{first}-{last}.png"
-            save_between_images(folders[0].job, options, seeds[0], processes, path)
-            logger.info("%s goes from %s to %s", path, first, last)
+            save = save_interpolation if options.interpolate else save_between_images
+            logger.info("%s is written", save(folders[0].job, options, processes, folders[0].path))
         return
 
     precision, channels_last = processes.precision, options.channels_last == "yes"

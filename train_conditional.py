@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train a DDPM on images of which the network is told the class or a caption, otherwise exactly as in the paper.
+"""Train a DDPM conditioned on classes or captions, otherwise exactly as in the paper.
 
 python train_conditional.py --config configs/digits_class.yaml
 accelerate launch --multi_gpu train_conditional.py --config configs/cifar10_class.yaml

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.measuring import ROOT
-from benchmarks.race.analysis import compare
+from benchmarks.race.analysis import Speed, compare
 from benchmarks.race.plan import Measurement, Race, read_race
 from benchmarks.race.report import Table, as_table, cell_of, spread
 
@@ -73,38 +73,51 @@ def tables_of(results: Path, name: str) -> Iterator[tuple[Race, Measurement, Tab
 
 
 def race_table(results: Path, name: str) -> str:
-    """Return FID over time, and KID, recall and the time to the baseline's FID at the end; the best FID first."""
-    race, _, table = next(tables_of(results, name))
-    end, speeds = race.time(1.0), table.speeds(1.0)
+    """Return FID over time, KID, recall, and the time to the baseline's FID and KID at the end; the best FID first."""
+    race, measurement, table = next(tables_of(results, name))
+    end, speeds, by_kid = race.time(1.0), table.speeds(1.0), table.speeds(1.0, metric="kid")
     times = [time for time in table.times(race.baseline) if time <= end] if race.baseline in table.points else []
     finished = [method for method in table.points if table.values(method, end)]
     rows = []
     for method in sorted(finished, key=lambda one: table.mean(one, end)):
         fids = [list(table.values(method, time).values()) for time in times]
         kid, recalls = (list(table.values(method, end, metric).values()) for metric in ("kid", "recall"))
-        speed = "1" if method == race.baseline else cell_of(speeds[method]) if method in speeds else ""
+        shares = ["1" if method == race.baseline else share_in(found, method) for found in (speeds, by_kid)]
         cells = [spread(one) if one else "" for one in (*fids, [1000 * value for value in kid])]
-        rows.append([f"`{method}`", str(len(recalls)), *cells, f"{fmean(recalls):.2f}", speed])
-    columns = [f"FID after {time:,.0f}" if time == times[0] else f"{time:,.0f}" for time in times]
-    share = f"share of the {race.unit} of {race.baseline} to its last FID"
-    return lines(["method", "seeds", *columns, "KID x 1000", "recall", share], rows)
+        rows.append([f"`{method}`", str(len(recalls)), *cells, f"{fmean(recalls):.2f}", *shares])
+    columns = [f"{fid_of(measurement)} after {time:,.0f}" if time == times[0] else f"{time:,.0f}" for time in times]
+    share = f"share of the budget of {race.baseline} to its last FID"
+    return lines(["method", "seeds", *columns, "KID x 1000", "recall", share, "to its last KID"], rows)
+
+
+def share_in(speeds: dict[str, Speed], method: str) -> str:
+    return cell_of(speeds[method]) if method in speeds else ""
+
+
+def fid_of(measurement: Measurement) -> str:
+    return f"FID@{measurement.num_images}"
 
 
 def races(results: Path) -> str:
-    """Return how soon our methods come to uniform's last FID, and both at equal time, on all data."""
-    rows = []
+    """Return how soon our methods come to uniform's last FID and KID, and both at equal time, on all data."""
+    rows, measured = [], set()
     for name, images in OUR_RACES.items():
-        race, _, table = next(tables_of(results, name))
-        end, speeds = race.time(1.0), table.speeds(1.0)
+        race, measurement, table = next(tables_of(results, name))
+        end, speeds, by_kid = race.time(1.0), table.speeds(1.0), table.speeds(1.0, metric="kid")
+        measured.add(fid_of(measurement))
         for method in OUR_METHODS:
             if method in speeds:
-                own, base = table.values(method, end), table.values(race.baseline, end)
-                seeds = sorted(own.keys() & base.keys())
-                fids = [spread([values[seed] for seed in seeds]) for values in (base, own)]
-                row = [images, f"{end:,.0f}", f"`{method}`", str(len(seeds)), *fids, cell_of(speeds[method])]
+                seeds = sorted(table.values(method, end).keys() & table.values(race.baseline, end).keys())
+                row = [images, f"{end:,.0f}", f"`{method}`", str(len(seeds))]
+                for metric, scale, found in (("fid", 1, speeds), ("kid", 1000, by_kid)):
+                    both = [table.values(one, end, metric) for one in (race.baseline, method)]
+                    row += [spread([scale * values[seed] for seed in seeds]) for values in both]
+                    row.append(share_in(found, method))
                 if row not in rows:  # a run may be in several races
                     rows.append(row)
-    columns = ["FID of `uniform`", "of the method", "share of the steps of `uniform` to its FID"]
+    (fid,) = measured  # FIDs of other numbers of images cannot stand in one table
+    columns = [f"{fid} of `uniform`", "of the method", "share of the budget to the FID of `uniform`"]
+    columns += ["KID x 1000 of `uniform`", "of the method", "share of the budget to the KID of `uniform`"]
     return lines(["images", "steps", "method", "seeds", *columns], rows)
 
 

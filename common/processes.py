@@ -377,7 +377,7 @@ def check_cuda() -> None:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
     if torch.accelerator.is_available() or hidden or wants_cpu() or not NVIDIA_DRIVER.exists():
         return
-    built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built for the CPU alone"
+    built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built for CPUs only"
     driver = next(iter(re.findall(r"\d+\.\d[\d.]*", NVIDIA_DRIVER.read_text(errors="replace"))), "?")
     raise UserError(
         f"this machine has an NVIDIA driver ({driver}), but torch {torch.__version__}, which {built}, cannot use it: "

@@ -97,6 +97,11 @@ class TextEncoder:
             self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or location_of(name), trust_remote_code=False)
         if not set(self.tokenizer.get_vocab()) - set(self.tokenizer.all_special_tokens):
             raise UserError(f"--text_encoder {name}: its tokenizer is missing, or knows no words: add its files")
+        if not self.tokenizer("")["input_ids"]:
+            raise UserError(
+                f"--text_encoder {name}: has no token for an empty caption, which guidance needs; choose an encoder "
+                f"that marks the beginning or the end of a text, such as BERT, CLIP or T5"
+            )
         self.encoder = encoder.eval().requires_grad_(False).to(device)
 
     @cached_property

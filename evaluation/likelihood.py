@@ -64,7 +64,7 @@ class Measurement:
 
     prior: torch.Tensor  # bits
     decoder: torch.Tensor  # bits of the step that makes the image
-    errors: torch.Tensor  # [images, T]: mean squared error of the x_0 that the network sees in x_t
+    errors: torch.Tensor  # [images, T]: mean squared error of the predicted x_0
     learned: torch.Tensor  # [images, T]: bits of every step with the learned variance; [images, 0] without one
 
 
@@ -162,7 +162,7 @@ def measure_batch(
             values, timesteps = output[:, x_0.shape[1] :], t.expand(len(rows))
             learned.append(scheduler.bits_of_step(original, values, x_0, timesteps))
         on_step()
-    # The mean of the last step is the x_0 that the network sees.
+    # The mean of the last step is the predicted x_0.
     decoder = decoder_bits(images, original.cpu(), scheduler.variance(0, -1) ** 0.5)
     errors = torch.stack(errors[::-1], dim=1).cpu().double()
     of_learned = errors[:, :0]
@@ -255,6 +255,8 @@ class Likelihood:
     ) -> tuple[Measurement | None, int]:
         """Measure these images, shared among the processes, for the main one; return the batch size with it."""
         processes, steps = self.processes, len(model.scheduler.betas)
+        if steps < 2:
+            raise UserError(f"--nll: the diffusion of {model.name} has a single step, whose variance is not defined")
         channels_last = prefers_channels_last(processes.device, processes.precision)
         settings = InferenceSettings(processes.precision, channels_last=channels_last)
         condition = condition_of_images(model, self.config, images, rows, processes.device)

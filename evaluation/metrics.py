@@ -42,7 +42,7 @@ class Moments:
 
     def __post_init__(self) -> None:
         if not (self.mean.isfinite().all() and self.covariance.isfinite().all()):
-            raise UserError("features whose mean and covariance are no finite numbers: the network or file is damaged")
+            raise UserError("the mean or covariance of the features is not finite: the network or file is damaged")
 
     @classmethod
     def of_sums(cls, count: int, total: torch.Tensor, outer: torch.Tensor) -> Moments:

@@ -11,13 +11,14 @@ from functools import partial
 
 import torch
 
+from common.errors import RunFailed
 from common.interruption import Interrupted, fault_point, stop_requested
 from common.machine import can_be_compiled, fits_in_memory, is_out_of_memory, largest_batch
 from common.processes import Processes
 from common.progress import progress_bar
 from common.randomness import compile_words
 from conditions.guidance import GenerationCondition
-from generation.generate_options import BATCHES_TO_SHARE, SMALLEST_BATCH
+from generation.generate_options import BATCHES_TO_SHARE, SMALLEST_BATCH, as_ranges
 from run_folder.saved_model import SavedModel
 from schedulers.denoising import DenoisingMethod, denoise, to_uint8
 
@@ -157,8 +158,13 @@ class RunningNetwork:
         with fits_in_memory(self.processes.device, self.batch_that_fits), self.processes.accelerator.autocast():
             predict = job.condition.predict_for(self.network, padded)
             on_device = torch.tensor(padded, device=device)
-            samples = denoise(predict, job.method, on_device, job.model.shape, on_step, initial_noise)
-        return to_uint8(samples[: len(seeds)]).cpu()
+            samples = denoise(predict, job.method, on_device, job.model.shape, on_step, initial_noise)[: len(seeds)]
+        finite = samples.isfinite().flatten(1).all(1).tolist()
+        if not all(finite):
+            failed = as_ranges([seed for seed, is_finite in zip(seeds, finite, strict=True) if not is_finite])
+            advice = "; try --mixed_precision bf16 or no" if self.settings.precision == "fp16" else ""
+            raise RunFailed(f"{job.model.name}: the images of seeds {failed} are not finite{advice}")
+        return to_uint8(samples).cpu()
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
         """Run the network, which may take long at first, and log how long such passes will take for the batches."""
@@ -207,14 +213,20 @@ class RunningNetwork:
         return f"{what}; about {fitting} would fit: choose --batch_size {1 << (fitting.bit_length() - 1)}"
 
 
+def largest_worth_measuring(num_images: int) -> int:
+    """Return the largest batch of which enough are left to share, or the smallest that is ever chosen."""
+    largest = min(LARGEST_BATCH, num_images // BATCHES_TO_SHARE)
+    return largest if largest >= 2 * SMALLEST_BATCH else SMALLEST_BATCH
+
+
 def choose_batch_size(job: Job, num_images: int, processes: Processes, settings: InferenceSettings) -> int:
     """Return the largest batch that pays: doubled as long as that makes the network faster by 5 % and fits.
 
     It leaves enough batches to share among the processes, or is small; their number plays no part, so that the same
     command on more of them makes the same files. All processes must call it.
     """
-    largest = min(LARGEST_BATCH, num_images // BATCHES_TO_SHARE)
-    if largest < 2 * SMALLEST_BATCH:
+    largest = largest_worth_measuring(num_images)
+    if largest == SMALLEST_BATCH:
         return min(num_images, SMALLEST_BATCH)
     running = RunningNetwork(job, processes, replace(settings, compile=False))
     size, candidate, best_rate, seconds = SMALLEST_BATCH, SMALLEST_BATCH, 0.0, 0.0
@@ -222,8 +234,8 @@ def choose_batch_size(job: Job, num_images: int, processes: Processes, settings:
         try:
             seconds = running.seconds_per_pass(candidate)
         except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error, processes.device) and size < candidate:
-                break
+            if is_out_of_memory(error, processes.device):
+                break  # if it was the smallest, the first batch will fail with it, and say what fits
             raise
         if candidate / seconds < SPEEDUP_WORTH_DOUBLING * best_rate:
             break

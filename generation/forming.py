@@ -72,7 +72,7 @@ class Studio:
     ) -> Iterator[Frame]:
         """Yield some 50 frames, the last with the images that generate.py makes; no more once `stopped` is set.
 
-        A frame shows x_t, or with `estimates` the x_0 that the network sees in it.
+        A frame shows x_t, or with `estimates` the x_0 predicted from it.
         """
         options = parse_generation(wish.flags())
         seeds = seeds_of(options)

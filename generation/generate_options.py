@@ -251,7 +251,7 @@ def parse_generation(arguments: list[str]) -> GenerationOptions:
     for name in ("interpolate_images", "progressive"):
         if getattr(options, name) and options.scheduler:
             raise UserError(
-                f"--{name} needs the estimate of x_0, which --ddpm and --ddim have and {options.scheduler} has not"
+                f"--{name} needs the estimate of x_0, which {options.scheduler} does not provide; use --ddpm or --ddim"
             )
     if options.gather_grid and len(seeds) > LARGEST_GATHERED_GRID:
         raise UserError(f"--gather_grid: a grid has at most {LARGEST_GATHERED_GRID} images")

@@ -15,7 +15,7 @@ from common.progress import progress_bar
 from common.randomness import standard_normal
 from conditions.guidance import Layout
 from generation.engine import InferenceSettings, Job, RunningNetwork
-from generation.generate_options import OutputOptions
+from generation.generate_options import OutputOptions, seeds_of
 from generation.writers import one_line_if_unwritable
 from image_data.decode import UndecodableImage, decode_image
 from image_data.grid import beside_names, image_grid, side_by_side
@@ -30,6 +30,7 @@ SHOWN = 16  # images in a GIF or beside their neighbours
 FRAMES = 50
 ESTIMATES = 12  # of each image in progressive.png
 INTERPOLATED = 11
+ROWS = ("interpolation-*.png", "between-*.png")  # the files of the two interpolations
 IMAGES_COMPARED_AT_ONCE = 1024
 
 Compared = tuple[TrainingConfig, ImageSource]  # training images, which have been found and not been decoded
@@ -66,7 +67,7 @@ def save_progress(job: Job, seeds: list[int], processes: Processes, settings: In
 
 
 def save_progressive(job: Job, seeds: list[int], processes: Processes, settings: InferenceSettings, path: Path) -> None:
-    """Draw the x_0 that the network sees on the way from noise, a row for each image (Ho et al. 2020, Figure 6)."""
+    """Draw the predicted x_0 on the way from noise, a row for each image (Ho et al. 2020, Figure 6)."""
     method, steps, columns = copy(job.method), len(job.method.timesteps), {}
     shown_at = {1 + round(place * (steps - 1) / (ESTIMATES - 1)) for place in range(ESTIMATES)}
     with progress_bar(total=steps, desc=path.name, leave=False) as bar:
@@ -85,37 +86,42 @@ def save_progressive(job: Job, seeds: list[int], processes: Processes, settings:
     save(side_by_side(columns), path)
 
 
-def save_interpolation(job: Job, first: int, last: int, processes: Processes, path: Path) -> None:
+def save_interpolation(job: Job, options: OutputOptions, processes: Processes, folder: Path) -> Path:
     """Draw a row of pictures whose noise lies on the great circle between that of two seeds (Song et al. 2021, D.5)."""
+    first, last = options.interpolate
+    path = folder / f"interpolation-{first}-{last}.png"
     if job.method.adds_noise:
         raise UserError(f"--interpolate: {job.method.name} adds noise on the way; use --ddim with --eta 0")
-    check_folder(path.parent)
+    check_folder(folder)
     ends = torch.tensor([first, last], device=processes.device)
     noise = spherical(*standard_normal(NOISE_KEY, ends, 0, job.model.shape), torch.linspace(0, 1, INTERPOLATED))
     running = RunningNetwork(job, processes, InferenceSettings(batch_size=INTERPOLATED))
-    with user_errors(f"--output_dir {path.parent}: cannot be written", OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with user_errors(f"--output_dir {folder}: cannot be written", OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     seeds = [first] * INTERPOLATED  # they stand for the condition, not for noise
     with progress_bar(total=len(job.method.timesteps), desc=path.name, leave=False) as bar:
         images = running.generate(seeds, lambda number, samples: bar.update(), noise)
     save(image_grid(images, columns=INTERPOLATED), path)
+    return path
 
 
-def save_between_images(job: Job, options: OutputOptions, seed: int, processes: Processes, path: Path) -> None:
+def save_between_images(job: Job, options: OutputOptions, processes: Processes, folder: Path) -> Path:
     """Draw a row between two images for every t: both noised to x_t, mixed, and denoised (Ho et al. 2020, section 4.4).
 
     All pictures of the rows share their noise, so that they differ by what is mixed alone.
     """
-    check_folder(path.parent)
+    path = folder / f"between-{'-'.join(Path(name).stem for name in options.interpolate_images)}.png"
+    check_folder(folder)
     channels, height, width = job.model.shape
     if height != width:
         raise UserError("--interpolate_images: the model's images are not square")
     ends = torch.stack([read_image(Path(name), channels, height) for name in options.interpolate_images])
     x_0, scheduler, rows = ends.to(processes.device) / 127.5 - 1, job.model.scheduler, []
+    seed = seeds_of(options)[0]
     noise = standard_normal(NOISE_KEY, torch.tensor([seed, seed + 1], device=processes.device), 0, x_0.shape[1:])
     fractions = torch.linspace(0, 1, INTERPOLATED, device=processes.device)[:, None, None, None]
-    with user_errors(f"--output_dir {path.parent}: cannot be written", OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with user_errors(f"--output_dir {folder}: cannot be written", OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     for steps in sorted(options.interpolate_t, reverse=True):
         method = copy(job.method)
         method.timesteps = [t for t in job.method.timesteps if t < steps]
@@ -130,6 +136,7 @@ def save_between_images(job: Job, options: OutputOptions, seed: int, processes: 
         rows += [ends[:1], images, ends[1:]]
     names = [f"t = {steps}" for steps in sorted(options.interpolate_t, reverse=True)]
     save(beside_names(image_grid(torch.cat(rows), columns=INTERPOLATED + 2), names), path)
+    return path
 
 
 def read_image(path: Path, channels: int, size: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,17 @@ from common.errors import RunFailed, UserError, user_errors
 from common.files import LOCK_FILE, check_folder, lock, write_atomically
 from common.interruption import stops_deferred
 from common.processes import Processes
-from generation.engine import InferenceSettings, Job, choose_batch_size, divide, generate
-from generation.generate_options import DEFAULT_IMAGES, ImageOptions, OutputOptions, as_ranges, seeds_of
+from generation.engine import InferenceSettings, Job, choose_batch_size, divide, generate, largest_worth_measuring
+from generation.generate_options import (
+    DEFAULT_IMAGES,
+    SMALLEST_BATCH,
+    ImageOptions,
+    OutputOptions,
+    as_ranges,
+    seeds_of,
+)
 from generation.methods import METHOD_SETTINGS
-from generation.pictures import save_grid
+from generation.pictures import ROWS, save_grid
 from generation.writers import IMAGES_PER_FOLDER, WRITERS, WRITTEN, ImageWriter, one_line_if_unwritable
 from run_folder.folder import GENERATED, NEAREST, RECORD
 
@@ -74,12 +82,14 @@ class SampleFolder:
         self.record_before = None
         with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
             found = {entry.name: entry for entry in self.path.iterdir()} if check_folder(self.path) else {}
-            if found.keys() <= {LOCK_FILE}:
+            # A call that drew one picture, or was killed at once, leaves nothing that stands in the way.
+            passing = [name for name in found if any(fnmatch(name, kind) for kind in (LOCK_FILE, ".*.tmp", *ROWS))]
+            if len(passing) == len(found):
                 return None
             if RECORD not in found:
                 raise UnusableFolder(
                     f"--output_dir {self.path}: holds files that are not generated images "
-                    f"({', '.join(sorted(found.keys() - {LOCK_FILE})[:3])}); choose an empty or new folder"
+                    f"({', '.join(sorted(found.keys() - {*passing})[:3])}); choose an empty or new folder"
                 )
             lock(self.path)
             if self.options.overwrite:
@@ -213,8 +223,9 @@ def complete_folders(
     with stops_deferred(), ExitStack() as writers:
         found = [folder.claim() for folder in folders] if processes.is_main else []
         # With the batch size of the images that are there, the others get the bits that they would have had.
-        known = processes.broadcast(settings.batch_size or next(filter(None, found), None))
-        batch_size = known or choose_batch_size(folders[0].job, len(folders[0].seeds), processes, settings)
+        kept = processes.broadcast(None if settings.batch_size else next(filter(None, found), None))
+        batch_size = settings.batch_size or kept
+        batch_size = batch_size or choose_batch_size(folders[0].job, len(folders[0].seeds), processes, settings)
         settings = replace(settings, batch_size=batch_size)
         for folder in folders if processes.is_main else []:
             folder.check(settings, processes.device)
@@ -226,6 +237,12 @@ def complete_folders(
             batches += [(folder.job, batch) for batch in all_batches if missing.intersection(batch)]
         missing = sum(len(folder.missing) for folder in folders)
         logger.info("%d of %d images are missing", missing, sum(len(folder.seeds) for folder in folders))
+        if kept and batch_size <= SMALLEST_BATCH and largest_worth_measuring(missing) > batch_size:
+            logger.warning(
+                "The images go on in batches of %d, as those that are there were made, so that all get the same bits; "
+                "with --overwrite or another --output_dir the fastest size is measured first",
+                batch_size,
+            )
         generated = generate(batches, processes, settings)  # nothing is written before that has begun
         for folder in folders if processes.is_main else []:
             folder.begin()

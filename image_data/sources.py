@@ -179,7 +179,7 @@ def load_digits() -> "Dataset":
 def _existing_folder(folder: str, flag: str) -> str:
     path = Path(os.path.realpath(Path(folder).expanduser()))
     if path.is_symlink():  # what has no link left in it otherwise
-        raise UserError(f"{flag} {folder}: is a link that leads to itself")
+        raise UserError(f"{flag} {folder}: is a symbolic link to itself")
     if not path.exists():
         raise UserError(f"{flag} {folder}: there is no such folder ({path})")
     if not path.is_dir():
@@ -320,7 +320,7 @@ def why_unread(file: str, read: Collection[str]) -> str | None:
     if suffix not in IMAGE_SUFFIXES or name.startswith("."):
         return None
     if suffix not in read:
-        return f"{printable(file)} (of a kind that is not read)"
+        return f"{printable(file)} (of an unsupported format)"
     # To open a pipe would wait for ever.
     return None if os.path.isfile(file) else f"{printable(file)} (not a regular file)"
 
@@ -400,7 +400,7 @@ def _read_local_folder(options: DataOptions, path: str) -> "dict[str, Dataset] |
             return datasets.load_from_disk(path)
         return datasets.load_dataset(path, options.dataset_config_name, cache_dir=_cache_of_datasets(options))
     except datasets.data_files.EmptyDatasetError as error:
-        raise UserError(f"--dataset_name {options.dataset_name}: there are no data in this folder ({path})") from error
+        raise UserError(f"--dataset_name {options.dataset_name}: this folder contains no data ({path})") from error
     except Exception as error:
         raise UserError(f"--dataset_name {options.dataset_name} cannot be read: {_root_cause(error)}") from error
 

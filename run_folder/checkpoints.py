@@ -238,7 +238,7 @@ def read_file(folder: Path, name: str) -> dict:
         raise OSError(f"{name} is not a file")  # to read a pipe would wait for ever
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise ValueError(f"{name} holds a {type(content).__name__} and no names with values")
+        raise ValueError(f"{name} holds a {type(content).__name__} instead of names with values")
     return content
 
 

@@ -121,9 +121,9 @@ class DiffusionOptions:
     beta_end: float = option(0.02, "The last beta.", BETWEEN_ZERO_AND_ONE, not_with=OWN_BETAS, fixed=True)
     variance_type: Literal["fixed_large", "fixed_small", "learned", "learned_range"] = option(
         "fixed_large",
-        "Variance of the sampling steps: beta_t (fixed_large), that of the posterior (fixed_small), or learned by "
-        "twice the output channels and with L_hybrid as the loss: its logarithm (learned), or where that lies between "
-        "the logarithms of the other two (learned_range).",
+        "Variance of the sampling steps: beta_t (fixed_large), that of the posterior (fixed_small), or predicted by "
+        "the network in further output channels, with L_hybrid as the loss: its logarithm (learned), or where that "
+        "lies between the logarithms of the other two (learned_range).",
     )
     prediction_type: Literal["epsilon", "sample", "v_prediction", "mean"] = option(
         "epsilon", "What the network predicts: the noise, the image, v, or the mean of the step back.", fixed=True
@@ -486,9 +486,7 @@ def parse(kind: type[Options], arguments: list[str], digits: Path) -> Options:
     typed = {name for name in facts_of(ConditionalConfig) if is_given(arguments, name)}
     with naming_the_file(file, from_file.keys() - typed):
         for name in facts_of(ConditioningOptions):
-            if kind is TrainingConfig and name in typed:
-                raise UserError(f"{name} is an option of train_conditional.py")
-            if kind is TrainingConfig and name in from_file:
+            if kind is TrainingConfig and (name in typed or name in from_file):
                 raise UserError(f"--{name}: is an option of train_conditional.py")
         config = parse_options(kind, arguments, description=description, usage=usage, from_file=from_file)
         if is_own_sampler(config.timestep_sampler) and not names_flag(arguments, "timestep_sampler"):
@@ -554,7 +552,7 @@ def validate(config: TrainingConfig) -> None:
             "epsilon; choose v_prediction, sample or mean"
         )
     if config.ddpm_beta_schedule == "jsd" and config.ddpm_num_steps == 1:
-        raise UserError("--ddpm_beta_schedule jsd needs two --ddpm_num_steps or more: the last leaves noise alone")
+        raise UserError("--ddpm_beta_schedule jsd needs at least two --ddpm_num_steps: its last step leaves only noise")
     check_timestep_sampler(config)
     has_no_end = config.max_train_seconds is not None and config.max_train_steps is None and config.num_epochs is None
     if has_no_end and is_falling(config.lr_scheduler):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -40,6 +42,8 @@ logger = logging.getLogger(__name__)
 NETWORKS = ("UNet2DModel", "UNet2DConditionModel")
 # All that is fetched of a repository: data, and no code. Old pipelines have all files side by side.
 FETCHED = ("*.json", "*.txt", "*.model", WEIGHTS, f"unet/{WEIGHTS}", "text_encoder/model.safetensors")
+LATENT_MODELS = {"vae", "vqvae", "movq"}  # parts of pipelines whose networks see no images
+NOT_HASHED = {"_diffusers_version", "_name_or_path", "_use_default_values"}  # which change no image
 RUNS = Path("runs")
 TRAIN_FIRST = "train one first, e.g. python train_unconditional.py, or name a model with --model"
 
@@ -52,7 +56,7 @@ class SavedModel:
     path: Path  # the checkpoint's or the pipeline's folder
     home: Path  # the run's folder, where generated images go by default
     weights: str  # "ema", "raw", "ema-0.05" for an average of that length, or "pipeline" if it is not known which
-    sha256: str  # of the weights' file
+    sha256: str  # of the weights' file, with the configuration beside it unless a run wrote that
     network_folder: Path
     scheduler_config: dict[str, Any]  # of a DDPMScheduler
     step: int | None = None  # this and the next only for a checkpoint
@@ -130,9 +134,9 @@ class SavedModel:
             if type(steps) is not int or not NUM_STEPS.accepts(steps):
                 raise ValueError(f"num_train_timesteps {steps}: must be {NUM_STEPS.wanted}")
             if self.scheduler_config.get("rescale_betas_zero_snr"):
-                raise ValueError("its betas are rescaled (rescale_betas_zero_snr), which no sampler here takes")
+                raise ValueError("its betas are rescaled (rescale_betas_zero_snr), which is not supported")
             if self.scheduler_config.get("thresholding"):
-                raise ValueError("it clips samples by dynamic thresholding, which no sampler here does")
+                raise ValueError("it clips samples by dynamic thresholding, which is not supported")
             if self.learns_variance and variance_type not in LEARNED_VARIANCES:
                 raise ValueError(f"its network predicts a variance too, but variance_type is {variance_type}")
             scheduler = ExactDDPMScheduler.from_config(self.scheduler_config, variance_type=variance_type)
@@ -348,6 +352,8 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
         others = ", ".join(path.name for path in sorted(network.glob("diffusion_pytorch_model*")))
         found = f", only {others}, which is not read: pickles can hold code" if others else ""
         raise UserError(f"{folder} is not a whole pipeline (it has no {WEIGHTS}{found})")
+    if on_latents := sorted(LATENT_MODELS & components_of(folder)):
+        raise UserError(f"{name}: works on the latents of another network ({on_latents[0]}), not on images")
     if "num_train_timesteps" not in scheduler_config or "beta_schedule" not in scheduler_config:
         raise UserError(f"{name}: its scheduler, {scheduler_config.get('_class_name')}, is not one of a DDPM")
     channels = [network_config.get(name) for name in ("in_channels", "out_channels")]
@@ -360,7 +366,20 @@ def _pipeline(folder: Path, name: str, weights: str | None) -> SavedModel:
         path=folder,
         home=folder if Path(name).expanduser().is_dir() else RUNS / name.replace("/", "--"),
         weights=held,
-        sha256=sha256(weights_file),
+        sha256=sha256(weights_file) if run.is_run else digest_of(weights_file, network_config, scheduler_config),
         network_folder=network,
         scheduler_config={name: value for name, value in scheduler_config.items() if name in known},
     )
+
+
+def components_of(folder: Path) -> set[str]:
+    """Return what a pipeline is made of; old ones do not say."""
+    path = folder / "model_index.json"
+    with user_errors(f"{path}: cannot be read", OSError, ValueError, RecursionError):
+        return {*read_file(folder, path.name)} if path.exists() else set()
+
+
+def digest_of(weights: Path, *configurations: dict[str, Any]) -> str:
+    """Hash weights with their configuration, which somebody may correct: other images come from the same weights."""
+    told = [{name: one[name] for name in sorted(one) if name not in NOT_HASHED} for one in configurations]
+    return hashlib.sha256(f"{sha256(weights)} {json.dumps(told)}".encode()).hexdigest()

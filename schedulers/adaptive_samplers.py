@@ -246,15 +246,15 @@ class MarginalReturn(ErrorsByOctave):
     """Draw where a further draw lowers the variational bound most; weight losses by how uncertain they are.
 
     The bound is the error L of epsilon summed over lambda = log SNR (Kingma et al. 2021). Where L falls with the number
-    n of steps, the draws at lambda have earned D = -dL / d ln n, and they are spent best where all earn the same:
+    n of steps, the draws at lambda have earned R = -dL / d ln n, and they are spent best where all earn the same:
 
-        p(lambda) = s D / sum D + (1 - s) pi,    w(lambda) ~ L^-power, of mean 1 over the draws
+        p(lambda) = s R / sum R + (1 - s) pi,    w(lambda) ~ L^-power, of mean 1 over the draws
 
-    pi is uniform in lambda from `low` to `high`. D, in bins of lambda, is the mean loss over steps n/4 to n/2 less that
+    pi is uniform in lambda from `low` to `high`. R, in bins of lambda, is the mean loss over steps n/4 to n/2 less that
     over n/2 to n and less the standard error of the difference, all over ln 2. s is (1 - prior) times the share of the
     total fall that is not standard error: where there is only noise, p falls back to pi.
-    Power 1 would weight as least squares does, where L is the variance of the noise; a root of it keeps small noise in
-    the game. A share `floor` of the draws is uniform over all t. Another objective.
+    Power 1 would weight as least squares does, where L is the variance of the noise; a root of it leaves some weight
+    at low noise. A share `floor` of the draws is uniform over all t. Another objective.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ class Level(NamedTuple):
 
     signal: torch.Tensor | float  # x_t = signal x_0 + spread epsilon
     spread: torch.Tensor | float
-    of_original: torch.Tensor | float  # mu-tilde = of_original x_0 + of_sample x_t (Ho et al. 2020, eq. 7)
-    of_sample: torch.Tensor | float
+    x_0_coefficient: torch.Tensor | float  # of mu-tilde, the mean of the posterior (Ho et al. 2020, eq. 7)
+    x_t_coefficient: torch.Tensor | float
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ PREDICTIONS = {
     "mean": Prediction(  # Ho et al. 2020, eq. 8, the baseline of their Table 2
         r"$\tilde\mu$",
         target=lambda x_0, epsilon, at: (
-            (at.of_original + at.of_sample * at.signal) * x_0 + at.of_sample * at.spread * epsilon
+            (at.x_0_coefficient + at.x_t_coefficient * at.signal) * x_0 + at.x_t_coefficient * at.spread * epsilon
         ),
-        x_0=lambda output, x_t, at: (output - at.of_sample * x_t) / at.of_original,
+        x_0=lambda output, x_t, at: (output - at.x_t_coefficient * x_t) / at.x_0_coefficient,
         error_ratio=lambda alphas_cumprod: (
             posterior_coefficients(alphas_cumprod, previous_levels(alphas_cumprod))[0] ** 2
         ),
@@ -100,10 +100,10 @@ def prediction_of(prediction_type: str) -> Prediction:
 
 
 def weight_of_prediction(
-    weight_of_original: torch.Tensor, alphas_cumprod: torch.Tensor, prediction_type: str
+    weight_of_x_0: torch.Tensor, alphas_cumprod: torch.Tensor, prediction_type: str
 ) -> torch.Tensor:
     """Convert a weight on the squared error of x_0 at every t to one on the error of the network's prediction."""
-    return weight_of_original / prediction_of(prediction_type).error_ratio(alphas_cumprod)
+    return weight_of_x_0 / prediction_of(prediction_type).error_ratio(alphas_cumprod)
 
 
 def decoder_nats(x_0: torch.Tensor, mean: torch.Tensor, log_variance: torch.Tensor) -> torch.Tensor:
@@ -153,6 +153,8 @@ class ExactDDPMScheduler(DDPMScheduler):
             raise ValueError(f"variance_type '{self.config.variance_type}' needs at least two timesteps")
         self.alphas = 1 - self.betas
         self.alphas_cumprod = self.alphas.cumprod(0)
+        if not self.alphas_cumprod[:-1].all():
+            raise ValueError("the betas are too large: no signal is left before the last timestep")
         self._rounded: dict[tuple[torch.device, str], torch.Tensor] = {}
 
     @property
@@ -213,8 +215,8 @@ class ExactDDPMScheduler(DDPMScheduler):
         a_t = self.alphas_cumprod
         variances = [self.variance(t, t - 1) for t in range(len(a_t))]
         scale = 2 * math.log(2) * torch.tensor(variances, dtype=a_t.dtype)
-        of_original = previous_levels(a_t) * (self.betas / (1 - a_t)) ** 2 / scale
-        return weight_of_prediction(of_original, a_t, self.config.prediction_type)
+        x_0_coefficient = previous_levels(a_t) * (self.betas / (1 - a_t)) ** 2 / scale
+        return weight_of_prediction(x_0_coefficient, a_t, self.config.prediction_type)
 
     def log_variance(self, values: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         """Compute log sigma_t^2 for a batch of timesteps from the network's output for the variance."""
@@ -243,12 +245,12 @@ class ExactDDPMScheduler(DDPMScheduler):
     ) -> torch.Tensor:
         """Compute KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)) of each image with the learned variance; eq. 13 at t = 0.
 
-        `original` is the x_0 that the network sees in x_t, and `values` is its output for the variance. The result is
+        `original` is the predicted x_0, and `values` is its output for the variance. The result is
         in bits per dimension.
         """
         log_posterior, _ = self._gather(timesteps, "_log_variances")
         log_variance = self.log_variance(values, timesteps)
-        squares = (self._level(timesteps).of_original * (x_0 - original)).square()
+        squares = (self._level(timesteps).x_0_coefficient * (x_0 - original)).square()
         divergence = log_variance - log_posterior - 1 + torch.exp(log_posterior - log_variance)
         divergence = (divergence + squares * torch.exp(-log_variance)) / 2
         decoder = decoder_nats(x_0, original, log_variance)
@@ -266,7 +268,7 @@ class ExactDDPMScheduler(DDPMScheduler):
     # One step back.
 
     def predict_original(self, model_output: torch.Tensor, t: int, sample: torch.Tensor) -> torch.Tensor:
-        """Compute x_0 as the network sees it, clipped to [-1, 1] before it enters any mean."""
+        """Compute the predicted x_0, clipped to [-1, 1] before it enters any mean."""
         output = model_output[:, : sample.shape[1]]  # what follows is a variance
         original = prediction_of(self.config.prediction_type).x_0(output, sample, self._level_at(t))
         if self.config.clip_sample:
@@ -296,8 +298,8 @@ class ExactDDPMScheduler(DDPMScheduler):
         A learned deviation is a tensor with a value for every pixel.
         """
         a_t, a_s = self._levels(t, previous)
-        of_original, of_sample = posterior_coefficients(a_t, a_s)
-        mean = of_original * self.predict_original(model_output, t, sample) + of_sample * sample
+        x_0_coefficient, x_t_coefficient = posterior_coefficients(a_t, a_s)
+        mean = x_0_coefficient * self.predict_original(model_output, t, sample) + x_t_coefficient * sample
         if previous < 0:
             return mean, 0.0
         variance = self.variance(t, previous)
@@ -316,9 +318,9 @@ class ExactDDPMScheduler(DDPMScheduler):
         """
         a_t, a_s = self._levels(t, previous)
         variance = eta**2 * (1 - a_s) / (1 - a_t) * (1 - a_t / a_s)
-        of_sample = ((1 - a_s - variance) / (1 - a_t)) ** 0.5
-        of_original = a_s**0.5 - a_t**0.5 * of_sample
-        mean = of_original * self.predict_original(model_output, t, sample) + of_sample * sample
+        x_t_coefficient = ((1 - a_s - variance) / (1 - a_t)) ** 0.5
+        x_0_coefficient = a_s**0.5 - a_t**0.5 * x_t_coefficient
+        mean = x_0_coefficient * self.predict_original(model_output, t, sample) + x_t_coefficient * sample
         return mean, variance**0.5
 
     def step(

@@ -97,7 +97,7 @@ def speed(
     (1 - lambda) + (2 lambda - 1) (g_t - min g) / (max g - min g) for t < tau, with the rise g_t of 1 - a_t; then 1.
     """
     if prediction_type != "epsilon":
-        raise ValueError(f"is defined for epsilon prediction alone, not for {prediction_type}")
+        raise ValueError(f"is only defined for epsilon prediction, not for {prediction_type}")
     if len(alphas_cumprod) < 3:
         raise ValueError(f"needs the rise of noise over at least 3 timesteps, not {len(alphas_cumprod)}")
     rise = torch.gradient(1 - alphas_cumprod)[0]

@@ -124,7 +124,7 @@ def test_snr_gamma_means_what_it_means_in_diffusers(train, tmp_path, capsys):
         ("ema_power: 0.5\n", [], "--ema_power has no effect without --ema_warmup (in FILE)"),
         ("timestep_sampler: typo\n", [], "(in FILE)"),
         ("balance: true\n", [], "--balance: is an option of train_conditional.py (in FILE)"),
-        ("seed: 1\n", ["--balance"], "balance is an option of train_conditional.py"),
+        ("seed: 1\n", ["--balance"], "--balance: is an option of train_conditional.py"),
         ("learning_rate: -1\n", ["--learning_rate=-2"], "--learning_rate -2.0: must be greater than 0"),
         ("ddpm_num_steps: 10\n", ["--ddpm_num_inference_steps=20"], "more than the 10 steps"),
         ('output_dir: "a\\0b"\n', [], "--output_dir: contains the character NUL (in FILE)"),

@@ -225,6 +225,15 @@ def test_the_half_of_clip_that_reads(text_encoder, tmp_path):
     assert torch.equal(found.encoder.get_parameter(weights), clip.text_model.get_parameter(weights))
 
 
+def test_an_encoder_without_a_token_for_no_words(text_encoder, monkeypatch):
+    from transformers import BertTokenizer
+
+    told = BertTokenizer.__call__
+    monkeypatch.setattr(BertTokenizer, "__call__", lambda *words, **how: told(*words, **how, add_special_tokens=False))
+    with pytest.raises(UserError, match="has no token for an empty caption, which guidance needs"):
+        TextEncoder(str(text_encoder), CPU)
+
+
 def test_an_encoder_that_is_not_there():
     with pytest.raises(UserError, match="--text_encoder no/such: not a folder .* use all-MiniLM-L6-v2"):
         TextEncoder("no/such", CPU)

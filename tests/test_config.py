@@ -95,7 +95,7 @@ def test_the_names_of_diffusers_are_accepted():
         (["--batch_size=3"], "type --train_batch_size 3 for images per device"),
         (["--no_flips"], "did you mean --no_random_flip?"),
         (["--no_adam_beta1"], "did you mean --adam_beta1?"),
-        (["--prompt=a cat"], "validation_prompts is an option of train_conditional.py"),
+        (["--prompt=a cat"], "--validation_prompts: is an option of train_conditional.py"),
         (["--output_dir="], "--output_dir: is empty"),
         (["--resolution=big"], "invalid int value: 'big'"),
         (["--logger=mlflow"], "choose from"),

@@ -239,6 +239,7 @@ def test_the_largest_batch_that_pays(run, alone, monkeypatch):
     assert choose(lambda size: max(1.0, size / 64)) == 64
     assert choose(lambda size: 6.0) == 16
     assert choose(small_memory) == 64
+    assert choose(lambda size: small_memory(101)) == 16  # not even that fits, which the first batch says
 
 
 def test_the_batch_size_that_was_chosen_is_kept(run, reference, tmp_path, monkeypatch):
@@ -253,6 +254,35 @@ def test_the_batch_size_that_was_chosen_is_kept(run, reference, tmp_path, monkey
     monkeypatch.setattr("generation.sample_folder.choose_batch_size", never)
     generate(run, *FAST, f"--output_dir={tmp_path / 'out'}")
     assert hashes(tmp_path / "out") == hashes(reference)
+
+
+@pytest.mark.parametrize(("images", "is_said"), [(65, False), (1700, True)])
+def test_a_batch_size_that_is_kept_for_many_images_is_said(
+    run, reference, tmp_path, monkeypatch, capsys, images, is_said
+):
+    def stop(*arguments: object) -> None:
+        raise Interrupted("SIGTERM", "stopped")
+
+    shutil.copytree(reference, tmp_path / "out")
+    monkeypatch.setattr("generation.sample_folder.generate", stop)
+    with pytest.raises(Interrupted):
+        generate(run, *FAST, f"--num_images={images}", f"--output_dir={tmp_path / 'out'}")
+    assert ("go on in batches of 8, as those that are there were made" in capsys.readouterr().err) == is_said
+
+
+def test_images_that_are_not_finite_are_no_images(run, alone, monkeypatch):
+    (model,) = find_models(str(run), [], None)
+    method = DDIM(model.scheduler, 2)
+
+    def step(output: torch.Tensor, number: int, sample: torch.Tensor, noise: object) -> torch.Tensor:
+        sample[1] = torch.nan
+        return sample
+
+    monkeypatch.setattr(method, "step", step)
+    running = RunningNetwork(Job(model, method), alone, InferenceSettings(batch_size=4))
+    with pytest.raises(RunFailed, match="the images of seeds 6 are not finite"):
+        running.generate([5, 6, 7], lambda *_: None)
+    assert len(running.generate([5], lambda *_: None)) == 1  # what fills up the batch is nobody's image
 
 
 # What is named.
@@ -275,6 +305,35 @@ def test_a_stock_pipeline(run, reference, tmp_path):
     assert hashes(tmp_path / "out") == hashes(reference)
     assert record(tmp_path / "out")["weights"] == "pipeline"
     assert record(tmp_path / "out")["step"] is None
+
+
+@pytest.mark.parametrize(("file", "name", "value"), [
+    ("scheduler/scheduler_config.json", "prediction_type", "v_prediction"), ("unet/config.json", "norm_eps", 1e-3),
+])  # fmt: skip
+def test_a_pipeline_that_was_corrected_makes_other_images(run, tmp_path, file, name, value):
+    """Those that its weights made before the correction are not taken for them."""
+    from diffusers import DDPMPipeline
+
+    DDPMPipeline.from_pretrained(run).save_pretrained(tmp_path / "stock")
+    flags = [tmp_path / "stock", *FAST, "--num_images=1", f"--output_dir={tmp_path / 'out'}"]
+    generate(*flags)
+    path = tmp_path / "stock" / file
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "_diffusers_version": "0.1"}))
+    generate(*flags)
+    path.write_text(json.dumps({**config, name: value}))
+    with pytest.raises(UserError, match="holds images made with other settings .sha256"):
+        generate(*flags)
+
+
+def test_a_pipeline_of_latents_is_refused(run, tmp_path):
+    from diffusers import DDPMPipeline
+
+    DDPMPipeline.from_pretrained(run).save_pretrained(tmp_path / "stock")
+    path = tmp_path / "stock" / "model_index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vqvae": ["diffusers", "VQModel"]}))
+    with pytest.raises(UserError, match="stock: works on the latents of another network .vqvae., not on images"):
+        generate(tmp_path / "stock", *FAST)
 
 
 def test_a_model_on_the_hub(run, tmp_path, monkeypatch):
@@ -443,7 +502,7 @@ def test_pictures_beside_the_images(run, tmp_path):
         assert sum(gif.seek(frame) or gif.info["duration"] for frame in range(gif.n_frames)) == 4 * 80 + 2000
     assert Image.open(tmp_path / "out" / "grid.png").size == (3 * 50 + 2, 3 * 50 + 2)
     assert (tmp_path / "out" / "nearest.png").exists()
-    # A row for each image, a column for each of the few steps; what the network sees last is the image.
+    # A row for each image, a column for each of the few steps; what is predicted last is the image.
     progressive = Image.open(tmp_path / "out" / "progressive.png")
     files = sorted((tmp_path / "out" / "images").glob("*.png"))
     finished = image_grid(torch.stack([torch.from_numpy(np.array(Image.open(file)))[None] for file in files]), 1)
@@ -457,7 +516,7 @@ def test_pictures_beside_the_images(run, tmp_path):
 def test_only_exact_methods_say_what_they_see(run, tmp_path):
     flags = ["--scheduler=EulerDiscreteScheduler", "--num_inference_steps=2", "--num_images=1", "--progressive"]
     with pytest.raises(
-        UserError, match="--progressive needs the estimate of x_0, .* and EulerDiscreteScheduler has not"
+        UserError, match="--progressive needs the estimate of x_0, which EulerDiscreteScheduler does not provide"
     ):
         generate(run, *flags, f"--output_dir={tmp_path / 'out'}")
 
@@ -488,6 +547,8 @@ def test_between_two_seeds(run, reference, tmp_path):
         image = torch.from_numpy(np.asarray(Image.open(path)).copy())[None, None]
         tile = np.asarray(image_grid(image, columns=1))
         assert np.abs(row[2:50, left : left + 48] - tile).max() <= 1
+    generate(run, *FAST, "--num_images=1", f"--output_dir={tmp_path / 'out'}")  # the picture is not in the way
+    assert len(hashes(tmp_path / "out")) == 1
 
 
 def test_between_two_images(run, reference, tmp_path):

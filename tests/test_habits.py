@@ -126,7 +126,7 @@ def test_every_flag_of_other_programs(script, name):
         ("train", "--use_checkpoint True", "type --gradient_checkpointing"),
         ("train", "--scale_lr", "as in --learning_rate"),
         ("train", "--use_ddim", "python generate.py --model RUN --ddim"),
-        ("train", "--prompt=x", "validation_prompts is an option of train_conditional.py"),
+        ("train", "--prompt=x", "--validation_prompts: is an option of train_conditional.py"),
         ("train", "--class_cond True", "type python train_conditional.py --condition class"),
         ("train", "--hub_tokn=hf_secret", "did you mean --hub_token?"),
         ("train", "--foo", r"unknown flag --foo \(see --help\)"),

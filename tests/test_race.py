@@ -313,6 +313,29 @@ def test_a_step_counts_by_the_size_of_its_images_and_of_its_batch(write_race, ru
     assert np.exp(table.curves()["small_first"][0].log_times).tolist() == pytest.approx([2, 4, 8])
 
 
+def test_a_method_that_wins_by_fid_alone_is_not_said_to_win_by_kid(write_race):
+    race = read_race(write_race(lengths={}, seeds=[0]))
+    name, kids = race.measurements[0].name, {"uniform": (0.2, 0.1, 0.05), "stratified": (0.2, 0.1, 0.1)}
+    results = [
+        {"method": method, "seed": 0, "points": [
+            {"time": time, "step": time, "train_seconds": time, name: {"fid": fid / factor, "kid": kid}}
+            for time, fid, kid in zip((2, 4, 8), (80, 40, 20), kids[method], strict=True)
+        ]}
+        for method, factor in (("uniform", 1), ("stratified", 2))
+    ]  # fmt: skip
+    table = report.Table.read(race, race.measurements[0], results)
+    assert table.speeds(1.0)["stratified"].ratio == pytest.approx(0.5)
+    assert table.speeds(1.0, metric="kid")["stratified"].reached == 0
+    heading, _, *rows = [line.split(" | ") for line in report.target_lines(table)[2:]]
+    by_kid = {row[0].strip("| "): row[heading.index("100%, by KID")] for row in rows}
+    assert by_kid == {"stratified": "not reached", "uniform": "1.00"}
+
+    results[1]["points"][2][name]["kid"] = -0.001  # as an unbiased estimate may be; its curve has no logarithm
+    table = report.Table.read(race, race.measurements[0], results)
+    assert table.speeds(1.0, metric="kid").keys() == {"uniform"}
+    assert table.speeds(1.0).keys() == {"uniform", "stratified"}
+
+
 def test_a_training_that_was_killed_begins_again(write_race, run, monkeypatch, capsys):
     """What it left by then, metrics and a snapshot of which nothing says that the new run would make it, is removed."""
     keep = training.Snapshots.keep

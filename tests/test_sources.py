@@ -368,7 +368,7 @@ def test_an_empty_folder(load, tmp_path):
     (tmp_path / "photos").mkdir()
     with pytest.raises(UserError, match="--train_data_dir .*photos: there are no images in this folder"):
         load(train_data_dir=str(tmp_path / "photos"))
-    with pytest.raises(UserError, match="--dataset_name .*photos: there are no data in this folder"):
+    with pytest.raises(UserError, match="--dataset_name .*photos: this folder contains no data"):
         load(str(tmp_path / "photos"))
     write(tmp_path / "photos/notes.txt", b"nothing here")
     with pytest.raises(UserError, match="there are no images in this folder"):
@@ -481,9 +481,7 @@ def test_fingerprints_of_saved_sets_follow_the_content(load, tmp_path):
 def test_links_that_lead_to_themselves(load, tmp_path):
     (tmp_path / "self").symlink_to("self")
     for options in ({"train_data_dir": str(tmp_path / "self")}, {"dataset_name": str(tmp_path / "self")}):
-        with pytest.raises(
-            UserError, match=f"{tmp_path}/self: (is a link that leads to itself|there is no such folder)"
-        ):
+        with pytest.raises(UserError, match=f"{tmp_path}/self: (is a symbolic link to itself|there is no such folder)"):
             load(**options)
     folder = image_folder(tmp_path / "photos")
     for name in ("class0/loop.png", "loop", "loop.png"):
@@ -514,8 +512,8 @@ def test_kinds_of_images_that_are_not_read_are_named(flag, load, tmp_path, caplo
         load(**{flag: str(folder)})
     assert len(load(**{flag: str(folder)}, on_bad_image="skip")) == 12
     assert "6 image file(s) cannot be read and are left out: " in caplog.text
-    assert "class0/IMG_0.HEIC (of a kind that is not read), " in caplog.text
-    assert "class0/IMG_4.HEIC (of a kind that is not read), ..." in caplog.text
+    assert "class0/IMG_0.HEIC (of an unsupported format), " in caplog.text
+    assert "class0/IMG_4.HEIC (of an unsupported format), ..." in caplog.text
     assert "notes.txt" not in caplog.text
 
 

@@ -394,6 +394,19 @@ def test_bf16_that_is_emulated_is_announced(train, tmp_path, monkeypatch, capsys
     assert ("cpu has no instructions for bf16: it will be slower" in capsys.readouterr().err) == (not known)
 
 
+@pytest.mark.parametrize(("steps", "betas", "is_said"), [
+    (100, [], True), (1000, [], False), (100, ["--beta_end=0.2"], False), (100, ["--ddpm_beta_schedule=cosine"], False),
+])  # fmt: skip
+def test_a_diffusion_that_ends_with_an_image_is_warned_of(train, tmp_path, capsys, steps, betas, is_said):
+    train(tmp_path / "run", f"--ddpm_num_steps={steps}", "--ddpm_num_inference_steps=2", *betas, "--dry_run")
+    assert ("the last x_t still holds 60% of the image" in capsys.readouterr().err) == is_said
+
+
+def test_betas_that_leave_no_signal_are_one_line(train, tmp_path):
+    with pytest.raises(UserError, match="--ddpm_beta_schedule linear .the betas are too large: no signal is left"):
+        train(tmp_path / "run", "--beta_end=0.95", "--dry_run")
+
+
 @pytest.mark.parametrize("prediction_type", ["mean", "sample"])
 def test_the_mean_in_bf16_is_warned_of(train, tmp_path, capsys, prediction_type):
     train(tmp_path / "run", "--mixed_precision=bf16", f"--prediction_type={prediction_type}", "--max_train_steps=1")

@@ -82,7 +82,7 @@ def test_the_mean_of_a_step_is_what_the_paper_says_of_epsilon():
         expected = (x_t - BETAS[t] / (1 - A[t]) ** 0.5 * noise) / (1 - BETAS[t]) ** 0.5
         torch.testing.assert_close(target, expected, rtol=1e-5, atol=1e-5)
         ours = scheduler.predict_original(target.double(), t, x_t.double())
-        rounding = 1e-6 / scheduler._level_at(t).of_original  # of the target, in x_0
+        rounding = 1e-6 / scheduler._level_at(t).x_0_coefficient  # of the target, in x_0
         torch.testing.assert_close(ours, images.double(), rtol=0, atol=rounding)
         output = (x_t - BETAS[t] / (1 - A[t]) ** 0.5 * (noise + 0.1)) / (1 - BETAS[t]) ** 0.5
         for previous in (t - 1, t // 2):

@@ -104,12 +104,12 @@ def test_one_weighting_is_one_objective_whatever_is_predicted(name, schedule):
     noisy = a.sqrt() * images + (1 - a).sqrt() * noise
     heard = (noisy - a.sqrt() * seen) / (1 - a).sqrt()
     before = torch.cat([torch.ones_like(a[:1]), a[:-1]])
-    of_original = before.sqrt() * (1 - a / before) / (1 - a)  # eq. 7
+    x_0_coefficient = before.sqrt() * (1 - a / before) / (1 - a)  # eq. 7
     errors = {
         "sample": seen - images,
         "epsilon": heard - noise,
         "v_prediction": (a.sqrt() * heard - (1 - a).sqrt() * seen) - (a.sqrt() * noise - (1 - a).sqrt() * images),
-        "mean": of_original * (seen - images),
+        "mean": x_0_coefficient * (seen - images),
     }
     losses = [
         weighting_table(name, a.flatten(), prediction_type) * error.square().flatten(1).mean(1)
@@ -121,7 +121,7 @@ def test_one_weighting_is_one_objective_whatever_is_predicted(name, schedule):
 
 @pytest.mark.parametrize("prediction_type", ["sample", "v_prediction", "mean"])
 def test_what_a_paper_does_not_define_is_refused(prediction_type):
-    with pytest.raises(ValueError, match=f"epsilon prediction alone, not for {prediction_type}"):
+    with pytest.raises(ValueError, match=f"only defined for epsilon prediction, not for {prediction_type}"):
         weighting_table("speed", build_scheduler().alphas_cumprod, prediction_type)
 
 

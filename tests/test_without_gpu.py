@@ -108,7 +108,7 @@ def take(step, number: int) -> None:
     for parameter in step.unet.parameters():
         parameter.grad = torch.zeros_like(parameter)
     step.update.backward((weights * errors).mean())
-    step.update.clip(step.window.exchange)
+    step.update.clip(step.window.exchange_timer)
     in_batch = step.loss.in_global_batch(errors.detach(), step.batch)
     all_finite, _ = step.window.add_step(t, weights, errors.detach(), step.update, in_batch)
     step.update.step(number, all_finite)
@@ -480,7 +480,7 @@ def test_every_exchange_of_a_step_is_timed(flags, exchanges, tiny_network, monke
     t, weights, places = torch.arange(4), torch.ones(4), torch.arange(4)
     batch = Batch(0, torch.zeros(4, 1, 8, 8, dtype=torch.uint8), places, places, places)
     learn(run, batch, t, weights)
-    assert window.exchange.seconds() == pytest.approx(0.005 * exchanges)
+    assert window.exchange_timer.seconds() == pytest.approx(0.005 * exchanges)
 
 
 # The wheel.
@@ -488,7 +488,7 @@ def test_every_exchange_of_a_step_is_timed(flags, exchanges, tiny_network, monke
 
 def test_the_default_wheel_supports_what_the_readme_says():
     if torch.version.cuda is None:
-        pytest.skip("torch is built for the CPU alone")
+        pytest.skip("torch is built for CPUs only")
     oldest = min(int(number) for number in re.findall(r"sm_(\d+)", torch._C._cuda_getArchFlags()))
     readme = (ROOT / "README.md").read_text()
     assert "from Turing (2018) on; a V100 needs an older CUDA build" in readme

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST_SIGNAL_AT_END = 0.1  # of x_T, as sqrt(a_T); the paper has 0.006
 PAPER_REPLICAS = 8  # cores of a TPU v3-8, each with a part of the batch
 
 
@@ -169,6 +170,13 @@ def announce(run: Run) -> None:
     if config.dry_run:
         logger.info(f"Configuration:\n{as_yaml(config)}")
     warn_if_short(config, ema, total_steps)
+    signal = run.state.loss.process.alphas_cumprod[-1].item() ** 0.5
+    if signal > MOST_SIGNAL_AT_END:
+        logger.warning(
+            f"With --ddpm_num_steps {config.ddpm_num_steps} and these betas the last x_t still holds {signal:.0%} of "
+            "the image, but sampling starts from noise alone: choose a larger --beta_end, or "
+            "--ddpm_beta_schedule cosine"
+        )
     if config.mixed_precision == "fp16" and config.resolution <= 32:
         logger.warning("fp16 is known to give NaN on small images such as CIFAR-10; bf16 or no is safer")
     if config.mixed_precision == "bf16" and config.prediction_type == "mean":

@@ -28,10 +28,10 @@ def train(run: Run) -> None:
     for batch in run.tracking.timed(run.batches.from_step(state.step)):  # 1: repeat; 2: x_0 ~ q(x_0)
         t, weights = loss.draw(batch)  # 3: t ~ Uniform({1, ..., T}), or the sampler's density; here t counts from 0
         update.begin(batch.step)
-        errors, in_batch = run.learn(batch, t, weights)  # 4, 5: as `learn` says
+        errors, global_errors = run.learn(batch, t, weights)  # 4, 5: as `learn` says
         update.finish()
         state.window.note(t, errors)
-        loss.observe(batch.step, in_batch)
+        loss.observe(batch.step, global_errors)
         fault_point("update")
         state.step += 1
 
@@ -56,11 +56,11 @@ def learn(run: Run, batch: Batch, t: torch.Tensor, weights: torch.Tensor) -> tup
             update.backward((weight * error).mean() / batch.passes)  # 5: its gradient
         errors.append(error.detach())
 
-    update.clip(state.window.exchange)
+    update.clip(state.window.exchange_timer)
     errors = torch.cat(errors)
     # Add the step to the window's sums, in a single exchange with the other processes.
-    in_batch = loss.in_global_batch(errors, batch)
-    all_finite, in_batch = state.window.add_step(t, weights, errors, update, in_batch)
+    global_errors = loss.in_global_batch(errors, batch)
+    all_finite, global_errors = state.window.add_step(t, weights, errors, update, global_errors)
     with loss.around_update(state.unet, batch):
         update.step(batch.step, all_finite)  # 5: take the gradient step
-    return errors, in_batch
+    return errors, global_errors

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from common.errors import UserError, reason_of
+from common.errors import UserError, reason_of, user_errors
 from common.files import write_atomically
 from common.interruption import stop_requested, stops_deferred
 from common.machine import CapturedWork, can_be_compiled, fits_in_memory, garbage_kept, largest_batch, to_device
@@ -142,7 +142,7 @@ class Run:
         with nullcontext() if enabled else self.processes.accelerator.no_sync(self.network):
             yield
         if enabled and self.processes.count > 1:
-            self.state.window.exchange.stop()
+            self.state.window.exchange_timer.stop()
 
     def check_health(self, ending: Ending) -> None:
         """Raise if loss or gradient is not finite; a GPU is queried only at steps that fetch its results anyway."""
@@ -238,7 +238,8 @@ def check_cuda_graph(config: TrainingConfig, loss: DiffusionLoss, processes: Pro
 
 def build_process(config: TrainingConfig) -> ExactDDPMScheduler:
     """Build the diffusion that the configuration names."""
-    return build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS))
+    with user_errors(f"--ddpm_beta_schedule {config.ddpm_beta_schedule}", ValueError):
+        return build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS))
 
 
 def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages, condition: Condition) -> Run:
@@ -331,7 +332,8 @@ def graph_of(run: Run) -> Callable[[Batch, torch.Tensor, torch.Tensor], tuple[to
 def opened(run: Run) -> Iterator[None]:
     """Make the run's folder, or continue the run that is in it, and hold open everything that training needs."""
     config, processes = run.config, run.processes
-    checkpoint, rows = open_run(config, processes), audit(run)  # the audit is of the network as initialised
+    checkpoint = open_run(config, processes)
+    rows = audit(run)  # of the network as initialised, so before a checkpoint is loaded
     if checkpoint is not None:
         resume(run, checkpoint)
     if processes.is_main:
@@ -391,4 +393,4 @@ def prepare_network(run: Run) -> None:
     if processes.count > 1:
         for module in (unet.conv_in, unet.time_embedding):  # whose gradients come last
             for parameter in module.parameters():
-                parameter.register_post_accumulate_grad_hook(run.state.window.exchange.start)
+                parameter.register_post_accumulate_grad_hook(run.state.window.exchange_timer.start)

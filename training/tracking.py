@@ -55,7 +55,7 @@ class Window:
 
     def __init__(self, processes: Processes, bins: LogSNRBins, length: int):
         self.processes, self.bins, self.length = processes, bins, length
-        self.exchange = Stopwatch(processes.device)  # the time that processes wait for each other's numbers
+        self.exchange_timer = Stopwatch(processes.device)  # the time that processes wait for each other's numbers
         self._dtype = torch.float32 if processes.device.type == "mps" else torch.float64
         # Losses are grouped by quarter of the timesteps and by bin: one row per group, true for the timesteps in it.
         steps = len(bins.of_timestep)
@@ -83,9 +83,9 @@ class Window:
         single = torch.stack([weights.sum(), weights.square().sum(), objective, (~update.is_finite).to(self._dtype)])
         shared = torch.cat([errors_of_groups, in_group.sum(1), single, observed])
         if self.processes.count > 1:
-            self.exchange.start()
+            self.exchange_timer.start()
             dist.all_reduce(shared)  # all in one exchange, on the device
-            self.exchange.stop()
+            self.exchange_timer.stop()
         sums, failures, observed = shared.split([len(self.sums) - 1, 1, len(observed)])
         # The gradients were averaged before the norm, which is therefore the same everywhere.
         self.sums += torch.cat([sums, update.gradient_norm.detach().to(self._dtype)[None]])
@@ -222,7 +222,7 @@ class Tracking:
         loss = objective / window.steps
         # Fetching the sums has waited for the device, so the clock is true.
         state.train_seconds = self.clock.train_seconds
-        shares = (self.clock.data_seconds, state.loss.sampler_seconds, window.exchange.seconds())
+        shares = (self.clock.data_seconds, state.loss.sampler_seconds, window.exchange_timer.seconds())
         now = (state.step, state.train_seconds, *shares)
         steps, seconds, data_seconds, sampler_seconds, exchange_seconds = map(operator.sub, now, self._last)
         self._last = now

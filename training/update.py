@@ -38,6 +38,8 @@ class Update:
             raise UserError("--clip_per_replica does not go with fp16, which scales gradients; use bf16 or no")
         self._clipped = [torch.zeros_like(weight) for weight in unet.parameters()] if self.replicas else []
         self.failed_at = torch.full((), NEVER_FAILED, device=processes.device)
+        self.objective = torch.zeros((), device=processes.device)  # of the step, on this process
+        self.gradient_norm = torch.zeros((), device=processes.device)  # before clipping
 
     @property
     def ema(self) -> ExactEMA | None:
@@ -75,13 +77,13 @@ class Update:
         torch._foreach_add_(self._clipped, gradients)
         self.optimizer.zero_grad()
 
-    def _average_replicas(self, exchange: Stopwatch) -> None:
+    def _average_replicas(self, exchange_timer: Stopwatch) -> None:
         """Replace the gradient by the mean over all replicas."""
         if self.processes.count > 1:
             total = torch.cat([gradient.flatten() for gradient in self._clipped])
-            exchange.start()
+            exchange_timer.start()
             dist.all_reduce(total)
-            exchange.stop()
+            exchange_timer.stop()
             parts = (total / self.processes.count).split([gradient.numel() for gradient in self._clipped])
             shaped = [part.view_as(gradient) for part, gradient in zip(parts, self._clipped, strict=True)]
             torch._foreach_copy_(self._clipped, shaped)
@@ -89,10 +91,10 @@ class Update:
             weight.grad = gradient
         self.gradient_norm = torch.nn.utils.get_total_norm(self._clipped)
 
-    def clip(self, exchange: Stopwatch) -> None:
-        """Clip the gradient at `max_grad_norm`; time spent waiting for other processes is added to `exchange`."""
+    def clip(self, exchange_timer: Stopwatch) -> None:
+        """Clip the gradient at `max_grad_norm`; time spent waiting for other processes is added to `exchange_timer`."""
         if self.replicas:
-            self._average_replicas(exchange)
+            self._average_replicas(exchange_timer)
             return
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)

@@ -57,7 +57,7 @@ def colours_of(images: torch.Tensor) -> torch.Tensor:
 def colour_errors(
     predict: Predict, scheduler: ExactDDPMScheduler, images: torch.Tensor, timesteps: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return the mean squared error of the mean colour of the x_0 that a network sees, at each timestep.
+    """Return the mean squared error of the mean colour of the predicted x_0, at each timestep.
 
     `predicted` is what the network says, `clipped` what enters a step of the sampling.
     """

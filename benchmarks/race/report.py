@@ -57,8 +57,8 @@ class Table:
         """Return the times that all seeds of a method have come to, so that no mean is of other seeds than the next."""
         return sorted(set.intersection(*(set(points) for points in self.points[method].values())))
 
-    def curves(self) -> dict[str, dict[int, Curve]]:
-        """Return the curves of every run that has been measured to its end."""
+    def curves(self, metric: str = "fid") -> dict[str, dict[int, Curve]]:
+        """Return the curves of every run that has been measured to its end, by FID or by KID."""
         keys = ("time", "train_seconds") if self.race.unit == "steps" else ("train_seconds", "step")
         curves: dict[str, dict[int, Curve]] = defaultdict(dict)
         for method, by_seed in self.points.items():
@@ -67,15 +67,16 @@ class Table:
             for seed, points in by_seed.items():
                 # A step so long that several times came in it has the same weights for all of them.
                 different = {point["step"]: point for point in points.values()}.values()
-                if len(different) > 1 and max(points) >= max(wanted, default=0):
+                values = [point[self.measurement.name][metric] for point in different]
+                # An unbiased KID can be negative, and has no logarithm then.
+                if len(different) > 1 and max(points) >= max(wanted, default=0) and min(values) > 0:
                     times, others = ([point[key] for point in different] for key in keys)
-                    values = [point[self.measurement.name]["fid"] for point in different]
                     curves[method][seed] = Curve.fit(times, values, others)
         return curves
 
-    def speeds(self, share: float, seeds: set[int] | None = None) -> dict[str, Speed]:
-        """Return how soon methods come to the baseline's FID at a share of the budget, in all seeds or in these."""
-        curves = self.curves()
+    def speeds(self, share: float, seeds: set[int] | None = None, metric: str = "fid") -> dict[str, Speed]:
+        """Return how soon methods come to the baseline's FID or KID at a share of the budget, in all seeds or these."""
+        curves = self.curves(metric)
         if seeds is not None:
             curves = {method: {seed: own[seed] for seed in seeds & own.keys()} for method, own in curves.items()}
         baseline = curves.get(self.race.baseline, {})
@@ -216,7 +217,7 @@ def target_lines(table: Table) -> list[str]:
     race, curves = table.race, table.curves()
     if len(race.times(table.measurement, Entry(race.baseline, race.seeds[0]))) == 1:
         return ["Made once in a run: a single point has no time to a target."]
-    speeds = [table.speeds(share) for share in SHARES]
+    speeds, by_kid = [table.speeds(share) for share in SHARES], table.speeds(1.0, metric="kid")
     if not speeds[-1]:
         return [f"No run of {race.baseline} has been measured to its end yet."]
     other = "seconds" if race.unit == "steps" else "steps"
@@ -226,10 +227,11 @@ def target_lines(table: Table) -> list[str]:
         cells = [cell_of(of_share[method]) if method in of_share else "" for of_share in speeds]
         slope = np.mean([exponent(curve) for curve in curves[method].values()])
         last = speeds[-1][method]
-        rows.append([method, str(last.seeds), *cells, f"{last.other:.2f}", f"{slope:.2f}"])
+        kid = cell_of(by_kid[method]) if method in by_kid else ""
+        rows.append([method, str(last.seeds), *cells, kid, f"{last.other:.2f}", f"{slope:.2f}"])
     columns = [f"{share:.0%} of the budget" for share in SHARES]
-    head = ["method", "seeds", *columns, f"100%, in {other}", "FID ~ time^-a"]
-    return [f"Share of the time of {race.baseline} to its own FID at:", "", *as_table(head, rows)]
+    head = ["method", "seeds", *columns, "100%, by KID", f"100%, in {other}", "FID ~ time^-a"]
+    return [f"Share of the budget of {race.baseline} to its own FID at:", "", *as_table(head, rows)]
 
 
 def cell_of(speed: Speed) -> str:
