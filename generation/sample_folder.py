@@ -237,7 +237,7 @@ def complete_folders(
             batches += [(folder.job, batch) for batch in all_batches if missing.intersection(batch)]
         missing = sum(len(folder.missing) for folder in folders)
         logger.info("%d of %d images are missing", missing, sum(len(folder.seeds) for folder in folders))
-        if kept and batch_size <= SMALLEST_BATCH and largest_worth_measuring(missing) > batch_size:
+        if kept and batch_size <= SMALLEST_BATCH < largest_worth_measuring(missing):
             logger.warning(
                 "The images go on in batches of %d, as those that are there were made, so that all get the same bits; "
                 "with --overwrite or another --output_dir the fastest size is measured first",
