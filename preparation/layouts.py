@@ -7,6 +7,7 @@ add it to `LAYOUTS`.
 import csv
 import io
 import json
+import logging
 import os
 import posixpath
 import re
@@ -19,6 +20,8 @@ from common.files import portable, printable
 from image_data.annotations import ANIMALS10, CAPTION_COLUMNS, LABEL_COLUMNS
 from preparation.photo_files import Folder, find_files
 
+logger = logging.getLogger(__name__)
+
 SPLITS = {
     **dict.fromkeys(("train", "training", "train_data"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),
@@ -27,6 +30,7 @@ SPLITS = {
 NORMALISED_COPY = "normalized_eval_data"  # of eval_data: the same photos again
 DTD_SPLITS = {"train1.txt": "train", "val1.txt": "validation", "test1.txt": "test"}
 METADATA_FILES = ("metadata.jsonl", "metadata.csv")
+SPLIT_COLUMN = "split"
 FILE_COLUMNS = ("file_name", "filename", "file", "image", "path")
 
 
@@ -70,10 +74,11 @@ def recognise(source: Path, leave_out: Path | None = None) -> Collection:
         # A table may name a file twice, and two spellings of an accent are one name.
         if photos.setdefault(photo.name, photo) is not photo:
             folder.left_out[f"{photo.name} (again)"] = "there is another of this name"
-    if any(photo.label for photo in photos.values()):
-        for name in [photo.name for photo in photos.values() if photo.label is None]:
-            folder.left_out[name] = "has no class, while others have"
-            del photos[name]
+    for what, of in (("class", "label"), ("split", "split")):
+        if any(getattr(photo, of) is not None for photo in photos.values()):
+            for name in [photo.name for photo in photos.values() if getattr(photo, of) is None]:
+                folder.left_out[name] = f"has no {what}, while others have"
+                del photos[name]
     return Collection(layout, [photos[name] for name in sorted(photos)], folder.left_out)
 
 
@@ -109,8 +114,13 @@ def _table_of_images(folder: Folder) -> list[Photo] | None:
     # Without a column for them, classes are folders, if there are several and every image is in one.
     are_folders = len(folder.sub_folders) > 1 and all("/" in name for name in folder.images)
     are_folders &= label_column is None and not any(name.lower() in SPLITS for name in folder.sub_folders)
-    photos = []
+    split_of, photos = _splits(folder), []
     for number, row in rows:
+        if None in row:  # where csv puts what is beyond the header
+            raise UserError(
+                f"{printable(str(table))} line {number}: has {len(row) - 1 + len(row[None])} fields, but the header "
+                f"{len(row) - 1}; put quotes around text that contains commas"
+            )
         name = row.get(file_column)
         if not isinstance(name, str) or not name or "\0" in name:
             folder.left_out[f"{table.name} line {number}"] = f"{file_column} is not the name of a file"
@@ -121,18 +131,33 @@ def _table_of_images(folder: Folder) -> list[Photo] | None:
             caption = row.get(caption_column)
             caption = tuple(map(str, caption)) or None if isinstance(caption, list) else _text(caption)
             label = portable(name.partition("/")[0]) if are_folders else _text(row.get(label_column))
+            split = split_of.get(name.partition("/")[0])
+            if SPLIT_COLUMN in columns:
+                split = SPLITS.get(str(row.get(SPLIT_COLUMN)).lower())
+                if split is None:
+                    where = f"{printable(str(table))} line {number}: {SPLIT_COLUMN} {row.get(SPLIT_COLUMN)!r}"
+                    raise UserError(f"{where}: must be train, validation or test; rename the column if it is none")
             photo = _photo(folder, on_disk.get(portable(name), name), label)
-            photos.append(replace(photo, caption=caption))
+            photos.append(replace(photo, caption=caption, split=split))
     for name in sorted(set(on_disk) - {photo.name for photo in photos}):
         folder.left_out[name] = f"not in {table.name}"
     return photos
 
 
+def _splits(folder: Folder) -> dict[str, str]:
+    """Return which split each folder is, if all of them are, with one to train on."""
+    splits = {name: SPLITS.get(name.lower()) for name in folder.sub_folders if name != NORMALISED_COPY}
+    return {} if len(splits) < 2 or None in splits.values() or "train" not in splits.values() else splits
+
+
 def _split_folders(folder: Folder) -> list[Photo] | None:
     """Read `train/`, `test/` and such, each with classes, captions or photos."""
-    splits = {name: SPLITS.get(name.lower()) for name in folder.sub_folders if name != NORMALISED_COPY}
-    if len(splits) < 2 or None in splits.values() or "train" not in splits.values():
+    splits = _splits(folder)
+    if not splits:
         return None
+    for name in folder.images:
+        if "/" not in name:
+            folder.left_out[portable(name)] = "beside the split folders, so it has no split"
     photos = []
     for name, split in splits.items():
         inner = folder.below(name)
@@ -177,6 +202,15 @@ def _class_folders(folder: Folder) -> list[Photo] | None:
     loose = [name for name in folder.images if "/" not in name]
     if len(folder.sub_folders) < 2 or 2 * len(loose) > len(folder.images):
         return None
+    splits = [name for name in folder.sub_folders if name.lower() in SPLITS]
+    others = ", ".join(name for name in folder.sub_folders if name not in splits)
+    if any(SPLITS[name.lower()] != "train" for name in splits):
+        # Images that were set aside for a test must not become a class that is trained on.
+        beside = f"{others} beside them" if others else "none of them to train on"
+        where = printable(str(folder.path))
+        raise UserError(f"{where}: has folders of splits ({', '.join(splits)}) and {beside}; move the rest elsewhere")
+    if splits:
+        logger.warning("%s: %s is taken for a class, as %s are", folder.path, ", ".join(splits), others)
     for name in loose:
         folder.left_out[portable(name)] = "beside the class folders, so it has no class"
     return _in_classes(folder)

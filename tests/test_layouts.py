@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import unicodedata
 
 import pytest
@@ -150,6 +151,53 @@ def test_a_csv_of_something_else_is_not_a_table_of_images(tmp_path):
     collection(tmp_path, ["cats/1.png", "dogs/2.png"])
     (tmp_path / "prices.csv").write_text("image,price\nsomething,3\n")
     assert recognise(tmp_path).layout == "class folders"
+
+
+def test_an_unquoted_comma_is_no_class(tmp_path):
+    collection(tmp_path, ["a.png", "b.png"])
+    (tmp_path / "metadata.csv").write_text("file_name,caption\na.png,a red car, parked outside\nb.png,a dog\n")
+    with pytest.raises(UserError, match="metadata.csv line 2: has 3 fields, but the header 2; put quotes"):
+        recognise(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "table",
+    ["file_name\ntrain/1.png\ntest/2.png\n", "file_name,split\ntrain/1.png,training\ntest/2.png,eval\n"],
+    ids=["folders", "a column"],
+)
+def test_a_table_keeps_the_split_of_its_collection(tmp_path, table):
+    collection(tmp_path, ["train/1.png", "test/2.png"])
+    (tmp_path / "metadata.csv").write_text(table)
+    found = recognise(tmp_path)
+    assert found.has_split
+    assert {photo.name: photo.split for photo in found.photos} == {"train/1.png": "train", "test/2.png": "test"}
+
+
+def test_what_a_table_says_of_splits_is_understood_or_refused(tmp_path):
+    collection(tmp_path, ["1.png", "2.png"])
+    (tmp_path / "metadata.csv").write_text("file_name,split\n1.png,train\n2.png,fold 3\n")
+    with pytest.raises(UserError, match="metadata.csv line 3: split 'fold 3': must be train, validation or test"):
+        recognise(tmp_path)
+
+
+def test_photos_beside_split_folders_are_left_out_with_a_word(tmp_path):
+    collection(tmp_path, ["train/1.png", "test/2.png", "3.png"])
+    found = recognise(tmp_path)
+    assert [photo.name for photo in found.photos] == ["test/2.png", "train/1.png"]
+    assert found.left_out == {"3.png": "beside the split folders, so it has no split"}
+    (tmp_path / "metadata.csv").write_text("file_name\ntrain/1.png\ntest/2.png\n3.png\n")
+    found = recognise(tmp_path)
+    assert found.has_split
+    assert found.left_out == {"3.png": "has no split, while others have"}
+
+
+def test_a_test_split_is_never_a_class(tmp_path, caplog):
+    collection(tmp_path, ["train/1.png", "test/2.png", "unlabeled/3.png"])
+    with pytest.raises(UserError, match=r"has folders of splits .test, train. and unlabeled beside them"):
+        recognise(tmp_path)
+    shutil.rmtree(tmp_path / "test")
+    assert recognise(tmp_path).layout == "class folders"
+    assert "train is taken for a class, as unlabeled are" in caplog.text
 
 
 @pytest.mark.parametrize(
