@@ -117,7 +117,7 @@ def load_images(options: DataOptions, split: str = "train") -> ImageSource:
         raise UserError(f"{where} is empty")
     image_column = _find_image_column(dataset, options.image_column, where)
     # `datasets` derives it from the files' names and modification times, from the Hub's commit, or from the content.
-    fingerprint = dataset._fingerprint
+    fingerprint, tables = dataset._fingerprint, dataset.cache_files
     # Folders are sorted by class, and the first rows would be of one class alone.
     rows = spread(len(dataset), options.max_train_samples or len(dataset))
     if len(rows) < len(dataset):
@@ -128,8 +128,30 @@ def load_images(options: DataOptions, split: str = "train") -> ImageSource:
         kind = dataset.features[image_column]
         raise UserError(f"column '{image_column}' of {where} does not hold images but {kind}") from error
     identity = (fingerprint, split, image_column, len(rows))
+    if options.dataset_name is not None and dataset.builder_name != "imagefolder":
+        identity += _states_of_files(dataset, image_column, tables, Path(options.dataset_name).expanduser())
     fingerprint = hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
     return ImageSource(dataset, image_column, name, split, fingerprint, rows)
+
+
+def _states_of_files(dataset: "Dataset", image_column: str, tables: list[dict], folder: Path) -> tuple[str, ...]:
+    """Hash sizes and times of change of the files that the fingerprint by `datasets` says nothing of, if there are any.
+
+    That of a set which `save_to_disk` wrote may be of the paths that its images once had; that of a table of paths is
+    of the table alone.
+    """
+    from pyarrow import compute
+
+    written = [table["filename"] for table in tables if Path(table["filename"]).is_relative_to(folder.resolve())]
+    column = dataset.data.column(image_column)
+    named = compute.filter(compute.struct_field(column, "path"), compute.struct_field(column, "bytes").is_null())
+    digest = hashlib.blake2b(digest_size=16)
+    files = [*sorted(written), *filter(None, named.to_pylist())]
+    for file in files:
+        with contextlib.suppress(OSError):  # a file that is missing is an error later
+            status = os.stat(file)
+            digest.update(f"{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return (digest.hexdigest(),) if files else ()
 
 
 def load_split(options: DataOptions, split: str) -> ImageSource:

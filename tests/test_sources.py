@@ -475,6 +475,26 @@ def test_fingerprints_of_saved_sets_follow_the_content(load, tmp_path):
     assert len(fingerprints) == 2
 
 
+@pytest.mark.parametrize("kind", ["a saved set", "a table of paths"])
+def test_fingerprints_follow_files_that_are_written_anew(load, tmp_path, kind):
+    """`datasets` knows the paths alone; a set that is only read again is the same."""
+    photos, fingerprints = image_folder(tmp_path / "photos"), []
+    paths = sorted(map(str, photos.rglob("*.png")))
+    for number in (0, 0, 1):
+        Path(paths[0]).write_bytes(png(number))
+        os.utime(paths[0], ns=(number, number))
+        dataset = datasets.Dataset.from_dict({"image": paths})
+        if kind == "a saved set":
+            if number or not fingerprints:
+                shutil.rmtree(tmp_path / "set", ignore_errors=True)
+                dataset.cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "set"))
+        elif not fingerprints:
+            (tmp_path / "set").mkdir()
+            dataset.to_parquet(str(tmp_path / "set" / "train.parquet"))
+        fingerprints.append(load(str(tmp_path / "set"), image_column="image").fingerprint)
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
 # Names that lead nowhere, or that only one system reads
 
 
