@@ -17,7 +17,7 @@ from common.files import sha256
 from common.processes import Processes
 from image_data.data_options import INTERPOLATION, DataOptions
 from image_data.decode import UndecodableImage, decode_image, is_grey, read_image_file, upright_size
-from image_data.sources import ImageSource, leave_out, load_images, spread, why_unread
+from image_data.sources import ImageSource, folders_with_images, load_images, spread
 from image_data.workers import map_in_workers
 from run_folder.folder import RECORD
 
@@ -35,11 +35,8 @@ class FolderFiles:
     split = None
 
     def __init__(self, folder: Path, on_bad_image: str = "fail"):
-        from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
-
-        paths = [path for path in folder.rglob("*") if not path.name.startswith(".")]
-        self.paths = sorted(path for path in paths if path.suffix.lower() in ImageFolder.EXTENSIONS and path.is_file())
-        leave_out([reason for path in paths if (reason := why_unread(str(path), ImageFolder.EXTENSIONS))], on_bad_image)
+        found = folders_with_images(str(folder), on_bad_image)
+        self.paths = sorted(Path(each.path, name) for each in found for name in each.images)
         self.name = folder.resolve().name
         digest = hashlib.sha256()
         for path in self.paths:
@@ -176,7 +173,13 @@ class ArrayImages:
 ImageSet = EncodedImages | ArrayImages
 
 
-def open_images(path: str, flag: str, resolution: int | None = None, on_bad_image: str = "fail") -> ImageSet:
+def open_images(
+    path: str,
+    flag: str,
+    resolution: int | None = None,
+    on_bad_image: str = "fail",
+    interpolation: str = INTERPOLATION,
+) -> ImageSet:
     """Open an npz file, a folder of image files or of parquet files; a reference is brought to the `resolution`."""
     found = Path(path).expanduser()
     if found.is_file():
@@ -192,13 +195,13 @@ def open_images(path: str, flag: str, resolution: int | None = None, on_bad_imag
         parts = [found / name for name in ("images", "samples.npz", "data") if (found / name).exists()]
         if not parts:
             raise UserError(f"{flag} {path}: there are no images in this folder yet; generate.py makes them")
-        return open_images(str(parts[0]), flag, resolution, on_bad_image)
+        return open_images(str(parts[0]), flag, resolution, on_bad_image, interpolation)
     if any(found.rglob("*.parquet")) or (found / "dataset_info.json").exists() or (found / "state.json").exists():
-        return EncodedImages(load_images(DataOptions(str(found))), resolution)
+        return EncodedImages(load_images(DataOptions(str(found))), resolution, interpolation=interpolation)
     files = FolderFiles(found, on_bad_image)
     if len(files) == 0:
         raise UserError(f"{flag} {path}: there are no images in this folder ({found.resolve()})")
-    return EncodedImages(files, resolution)
+    return EncodedImages(files, resolution, interpolation=interpolation)
 
 
 def as_rgb(images: torch.Tensor) -> torch.Tensor:

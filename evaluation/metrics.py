@@ -58,13 +58,17 @@ class Moments:
         features = features.double()
         return cls.of_sums(len(features), features.sum(0), features.T @ features)
 
+    def check(self) -> None:
+        """Raise for what somebody may have written into a file and is no covariance."""
+        largest = self.covariance.diagonal().abs().max()
+        is_symmetric = (self.covariance - self.covariance.T).abs().max() <= ROUNDING * largest
+        if not is_symmetric or torch.linalg.eigvalsh(self.covariance)[0] < -ROUNDING * largest:
+            raise ValueError("a covariance is symmetric and has no negative eigenvalues")
+
     @functools.cached_property
     def root(self) -> torch.Tensor:
-        """Return the symmetric square root of the covariance; raise if the matrix is none."""
-        largest = self.covariance.diagonal().abs().max()
-        values, vectors = torch.linalg.eigh(self.covariance)
-        if (self.covariance - self.covariance.T).abs().max() > ROUNDING * largest or values[0] < -ROUNDING * largest:
-            raise ValueError("a covariance is symmetric and has no negative eigenvalues")
+        """Return the symmetric square root of the covariance."""
+        values, vectors = torch.linalg.eigh(self.covariance)  # rounding may leave some of them below 0
         return (vectors * values.clamp(min=0).sqrt()) @ vectors.T
 
 

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,11 +111,7 @@ def remove_replaced(output_dir: Path, models: Iterable[SavedModel]) -> None:
 
     The row of a folder of images, which may be of the same step, has the hash of the images, and stays.
     """
-    hashes = {(model.name, model.step, model.weights): model.sha256 for model in models}
-
-    def is_current(row: Row) -> bool:
-        return hashes.get((row["images"], row["step"], row["weights"]), row["sha256"]) == row["sha256"]
-
+    is_current = judge_of_rows(models)
     if all(map(is_current, read_results(output_dir))):
         return
     with in_turn(output_dir):
@@ -123,6 +119,22 @@ def remove_replaced(output_dir: Path, models: Iterable[SavedModel]) -> None:
         kept = list(filter(is_current, rows))
         logger.warning("%d rows of %s belong to earlier weights and are removed", len(rows) - len(kept), RESULTS)
         _write(output_dir, kept)
+
+
+def check_same_run(output_dir: Path, models: Iterable[SavedModel]) -> None:
+    """Raise if the table of another folder has rows of other weights under the names of these models."""
+    if RunFolder(output_dir).is_run:
+        raise UserError(
+            f"--output_dir {output_dir}: is another run, whose table and card are its own; name a new folder"
+        )
+    if not all(map(judge_of_rows(models), read_results(output_dir))):
+        raise UserError(f"--output_dir {output_dir}: its {RESULTS} is of another run; name another folder, or move it")
+
+
+def judge_of_rows(models: Iterable[SavedModel]) -> Callable[[Row], bool]:
+    """Return what tells whether a row is of the weights that a model of its name has now."""
+    hashes = {(model.name, model.step, model.weights): model.sha256 for model in models}
+    return lambda row: hashes.get((row["images"], row["step"], row["weights"]), row["sha256"]) == row["sha256"]
 
 
 def _write(output_dir: Path, rows: list[Row]) -> None:

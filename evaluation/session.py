@@ -29,7 +29,7 @@ from generation.engine import Job
 from generation.generate_options import ConditionOptions
 from generation.methods import build_method
 from generation.sample_folder import read_record, seeds_in
-from image_data.data_options import DataOptions
+from image_data.data_options import INTERPOLATION, DataOptions
 from image_data.sources import load_images, spread
 from run_folder.config import ConditionalConfig
 from run_folder.folder import RunFolder
@@ -151,8 +151,9 @@ class Session:
                     f"--keep_best {CONDITION_ACCURACY.name}: is not measured here, where images have free captions or "
                     f"their labels are missing; choose another metric"
                 )
-        if processes.is_main and self.output_dir == self.run.path:
-            results.remove_replaced(self.output_dir, models)
+        if processes.is_main:
+            is_own = self.output_dir.resolve() == self.run.path.resolve()
+            (results.remove_replaced if is_own else results.check_same_run)(self.output_dir, models)
 
         sets = [range(number * count, (number + 1) * count) for number in range(options.repeats)]
         jobs = [replace(job, condition=condition) for job in jobs for condition in self.conditions]
@@ -233,12 +234,12 @@ class Session:
         options, num_workers = self.options, self.extractor.num_workers
         # Images that are not square are compared as they are.
         resolution = options.resolution or (size[0] if size[0] == size[1] else None)
+        interpolation = self.run.read_config().interpolation if self.run else INTERPOLATION
         if options.real:
-            images = open_images(options.real, "--real", resolution, options.on_bad_image)
+            images = open_images(options.real, "--real", resolution, options.on_bad_image, interpolation)
         elif options.dataset_name or options.train_data_dir:
             named = "dataset_name dataset_config_name train_data_dir image_column cache_dir on_bad_image".split()
             data = DataOptions(**{name: getattr(options, name) for name in named})
-            interpolation = self.run.read_config().interpolation if self.run else data.interpolation
             images = EncodedImages(load_images(data, split), resolution, interpolation=interpolation)
         else:
             return training_images(self.run.read_config(), split, options.cache_dir, num_workers)

@@ -86,7 +86,10 @@ def reference_statistics(
         if processes.is_main:
             for number, features in zip(missing, computed, strict=True):
                 found[number] = Statistics(wanted[number], features.moments, features.spatial, features.features)
-                save_statistics(found[number], _path_in_cache(wanted[number], cache_dir))
+                try:
+                    save_statistics(found[number], _path_in_cache(wanted[number], cache_dir))
+                except UserError as error:  # they are at hand, and only the next evaluation would miss them
+                    logger.warning("%s", error)
         processes.barrier()
         extractor.forget()
     return found
@@ -139,7 +142,7 @@ def named_statistics(name: str, mode: str | None, network: FeatureNetwork, size:
     failure = f"--statistics {name}: neither a file that --save_statistics wrote nor an .npz with mu and sigma"
     with user_errors(failure, *UNREADABLE):
         statistics = load_statistics(path)
-        _ = statistics.moments.root  # which raises for what is no covariance
+        statistics.moments.check()
     identity = statistics.identity
     differing = [
         f"{what} {theirs} instead of {ours}"
@@ -174,7 +177,7 @@ def _of_npz(path: Path, mode: str | None, network: FeatureNetwork, size: tuple[i
         raise UserError(f"--statistics {path}: mu or sigma holds numbers that are not finite")
     moments = Moments(mean, covariance)
     with user_errors(f"--statistics {path}: sigma is no covariance", ValueError):
-        _ = moments.root
+        moments.check()
     digest = hashlib.sha256(mean.numpy().data).hexdigest()
     identity = Identity(path.name, None, 0, *size, 3, False, digest, network.name, mode, "not known", "not known")
     return Statistics(identity, moments)

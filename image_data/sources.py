@@ -212,7 +212,7 @@ def _existing_folder(folder: str, flag: str) -> str:
 
 
 @dataclass
-class _Folder:
+class ImagesOfFolder:
     """A folder that is not empty, as far as images are concerned."""
 
     path: str
@@ -232,7 +232,7 @@ def _load_image_folder(options: DataOptions) -> "dict[str, Dataset] | DatasetDic
     folder = options.train_data_dir
     path = _existing_folder(folder, "--train_data_dir")
     roots = _split_folders(path) or {"train": path}
-    splits = {name: _folders_with_images(root, options.on_bad_image) for name, root in roots.items()}
+    splits = {name: folders_with_images(root, options.on_bad_image) for name, root in roots.items()}
     splits = {name: folders for name, folders in splits.items() if folders}
     if not splits:
         raise UserError(f"--train_data_dir {folder}: there are no images in this folder ({path})")
@@ -244,7 +244,7 @@ def _load_image_folder(options: DataOptions) -> "dict[str, Dataset] | DatasetDic
         raise UserError(f"--train_data_dir {folder} cannot be read: {_root_cause(error)}") from error
 
 
-def _read_image_folder(folder: str, splits: dict[str, list[_Folder]], cache_dir: str | None) -> "DatasetDict":
+def _read_image_folder(folder: str, splits: dict[str, list[ImagesOfFolder]], cache_dir: str | None) -> "DatasetDict":
     import datasets
 
     patterns = {name: [f"{glob.escape(each.path)}/*" for each in folders] for name, folders in splits.items()}
@@ -257,7 +257,7 @@ def _read_image_folder(folder: str, splits: dict[str, list[_Folder]], cache_dir:
         raise UserError(f"--train_data_dir {folder} cannot be read: {_root_cause(error)}{where}") from error
 
 
-def _list_images(splits: dict[str, list[_Folder]], roots: dict[str, str]) -> "dict[str, Dataset]":
+def _list_images(splits: dict[str, list[ImagesOfFolder]], roots: dict[str, str]) -> "dict[str, Dataset]":
     """Return the paths of the images in the order of their names, with a folder's name as their label.
 
     There are labels if there are several, all at one depth, as in `datasets`.
@@ -274,7 +274,7 @@ def _list_images(splits: dict[str, list[_Folder]], roots: dict[str, str]) -> "di
     return {name: _list_split(name, folders, roots[name], features) for name, folders in splits.items()}
 
 
-def _list_split(name: str, folders: list[_Folder], root: str, features: "Features") -> "Dataset":
+def _list_split(name: str, folders: list[ImagesOfFolder], root: str, features: "Features") -> "Dataset":
     """Return the images of a split; its fingerprint is of names, sizes and times of change, wherever the folder is."""
     import datasets
     import pyarrow
@@ -300,14 +300,14 @@ def _list_split(name: str, folders: list[_Folder], root: str, features: "Feature
     )
 
 
-def _folders_with_images(path: str, on_bad_image: str) -> list[_Folder]:
+def folders_with_images(path: str, on_bad_image: str) -> list[ImagesOfFolder]:
     """Return all folders with images in and below one; raise, or warn, for what cannot be read."""
     found, unread = _search(path)
     leave_out(unread, on_bad_image)
     return found
 
 
-def _search(path: str) -> tuple[list[_Folder], list[str]]:
+def _search(path: str) -> tuple[list[ImagesOfFolder], list[str]]:
     """Return all folders with images in and below one, each once, and the images and folders that cannot be read."""
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
@@ -332,7 +332,7 @@ def _search(path: str) -> tuple[list[_Folder], list[str]]:
             elif suffix in ImageFolder.EXTENSIONS and not name.startswith("."):
                 images.append(name)
         if images or not is_plain:
-            found.append(_Folder(folder, sorted(images), is_plain))
+            found.append(ImagesOfFolder(folder, sorted(images), is_plain))
     return sorted(found, key=lambda each: each.path), unread
 
 
@@ -407,7 +407,7 @@ def _load_local_folder(options: DataOptions) -> "dict[str, Dataset] | DatasetDic
     path = _existing_folder(options.dataset_name, "--dataset_name")
     loaded = call_in_child(functools.partial(_read_local_folder, options, path))
     if any(dataset.builder_name == "imagefolder" for dataset in loaded.values()):
-        _folders_with_images(path, options.on_bad_image)  # for the images that are not read
+        folders_with_images(path, options.on_bad_image)  # for the images that are not read
     return loaded
 
 

@@ -14,11 +14,14 @@ from PIL import ExifTags, Image
 from common.errors import UserError
 from common.files import save_safetensors
 from evaluation.evaluate_options import parse_evaluation
+from evaluation.metrics import Moments, frechet_distance
+from evaluation.session import Session
 from evaluation.statistics import Identity, named_statistics
 from image_data.data_options import DataOptions
 from image_data.decode import decode_image
 from image_data.sources import load_images
 from run_folder.config import TrainingConfig
+from run_folder.folder import RunFolder
 
 COUNT = 24
 
@@ -162,6 +165,45 @@ def test_the_images_of_a_run_are_resized_as_for_its_training(tmp_path):
     assert len({images.fingerprint[:8] for images in seen.values()}) == 3
     digits = [EncodedImages(load_images(DataOptions("digits")), 8, channels) for channels in (1, 3)]
     assert digits[0].fingerprint == digits[1].fingerprint
+
+
+def test_a_folder_that_is_named_is_resized_as_the_run_s_images(run, evaluate, tmp_path, monkeypatch):
+    """The filter of the run is that of its reference, however the reference is named."""
+    from dataclasses import replace
+
+    folder, found = write_folder(tmp_path / "wide", draw_images(20, seed=2, size=(32, 64))), []
+    config = replace(RunFolder(run).read_config(), interpolation="bilinear")
+    monkeypatch.setattr(RunFolder, "read_config", lambda self: config)
+    for name in ("real", "train_data_dir"):
+        session = Session.__new__(Session)
+        session.options, session.run = parse_evaluation([f"--run_dir={run}", f"--{name}={folder}"]), RunFolder(run)
+        session.extractor = SimpleNamespace(num_workers=0)
+        found.append(session._open_real_images((16, 16), "train"))
+    expected = decode_image((folder / "000000.png").read_bytes(), 3, 16, True, "bilinear")
+    for images in found:
+        np.testing.assert_array_equal(images.pixels(0), expected)
+
+
+def test_images_are_found_as_training_finds_them(tmp_path):
+    """Links to folders are followed, and what is hidden is not looked at."""
+    from evaluation.image_sets import open_images
+
+    write_folder(tmp_path / "photos" / "cat", draw_images(2, seed=0))
+    write_folder(tmp_path / "photos" / ".trash", draw_images(3, seed=1))
+    write_folder(tmp_path / "elsewhere", draw_images(4, seed=2))
+    (tmp_path / "photos" / "dog").symlink_to(tmp_path / "elsewhere")
+    images = open_images(str(tmp_path / "photos"), "--real")
+    assert [path.parent.name for path in images.files.paths] == ["cat"] * 2 + ["dog"] * 4
+
+
+def test_copies_of_one_image_are_measured(real, generated, evaluate, tmp_path):
+    """What is left of their covariance is rounding, of either sign."""
+    copies = write_folder(tmp_path / "copies", draw_images(1, seed=3).repeat(60, axis=0))
+    assert metrics_in(measure(evaluate, copies, real, tmp_path / "out"))["fd_tiny_vision@60"] > 0
+    moments = Moments.of_features(torch.full((60, 64), 0.1) + torch.linspace(0, 1, 64))
+    assert frechet_distance(moments, moments) == pytest.approx(0, abs=1e-6)
+    worse = Moments(moments.mean, torch.diag(torch.linspace(-1e-15, 1e-16, 64, dtype=torch.float64)))
+    assert worse.root.isfinite().all()
 
 
 def test_a_tiff_is_turned_once(tmp_path):
@@ -354,6 +396,22 @@ class TestStatistics:
         Image.fromarray(draw_images(1, seed=9)[0]).save(real / "000003.bmp")
         assert metrics_in(measure(evaluate, generated, real, tmp_path / "third")) != first
         assert counted == [1]
+
+    def test_a_cache_that_cannot_be_written_loses_no_pass(self, evaluate, generated, tmp_path, monkeypatch, capsys):
+        from evaluation import statistics
+
+        real = write_folder(tmp_path / "real", draw_images(20, seed=4))
+        original = statistics.save_safetensors
+
+        def full(tensors: dict, path: Path, metadata: dict) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(statistics, "save_safetensors", full)
+        assert metrics_in(measure(evaluate, generated, real, tmp_path / "out"))
+        assert "the statistics cannot be written to" in capsys.readouterr().err
+        with pytest.raises(UserError, match="the statistics cannot be written to .*saved.safetensors"):
+            evaluate(f"--real={real}", "--resolution=16", f"--save_statistics={tmp_path / 'saved.safetensors'}")
+        monkeypatch.setattr(statistics, "save_safetensors", original)
 
     def test_saved_ones_give_the_same_numbers(self, evaluate, generated, real, tmp_path):
         saved = tmp_path / "statistics.safetensors"

@@ -53,6 +53,21 @@ class TestRun:
         assert capsys.readouterr().err.count("has been measured already") == 2
         assert (measured_run / "evaluation_results.csv").read_bytes() == before
 
+    def test_two_runs_are_not_one_table(self, measured_run, evaluate, tmp_path):
+        import shutil
+
+        other = shutil.copytree(measured_run, tmp_path / "other")
+        evaluate(f"--run_dir={measured_run}", *SAMPLED, "--checkpoints=4", f"--output_dir={tmp_path / 'results'}")
+        table = tmp_path / "results" / "evaluation_results.csv"
+        (row,) = read_csv(table)
+        before = table.read_text().replace(row["sha256"], "0" * 64)
+        table.write_text(before)  # as if of another run
+        with pytest.raises(UserError, match="its evaluation_results.csv is of another run; name another folder"):
+            evaluate(f"--run_dir={measured_run}", *SAMPLED, f"--output_dir={tmp_path / 'results'}")
+        assert table.read_text() == before
+        with pytest.raises(UserError, match=f"--output_dir {other}: is another run, whose table and card are its own"):
+            evaluate(f"--run_dir={measured_run}", *SAMPLED, f"--output_dir={other}")
+
     def test_all_images_that_are_left_decide_about_compiling(self, measured_run, evaluate, tmp_path, monkeypatch):
         from evaluation.features import FeatureExtractor
 
