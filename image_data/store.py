@@ -77,6 +77,8 @@ def load_training_images(
             f"--cache_dir {cache_dir} must be a folder that all processes of a machine share: "
             f"{folder.name} is not in it after one of them has prepared it"
         )
+    if processes is not None:
+        check_same_everywhere(source, index, processes)
     images = InMemoryImages(index, decoder, folder / PIXELS) if in_memory else StreamedImages(index, decoder)
     logger.info("%s: %d images, %d channel(s), %d data worker(s)", source, len(images), channels, num_workers)
     if images.skipped:
@@ -130,6 +132,18 @@ class _Index:
     offsets: np.ndarray  # int64: where in the pixels every image begins, and where the last one ends
     skipped: list[str]  # a line for every image that was left out
     pixels: str = ""  # their checksum
+
+
+def check_same_everywhere(source: ImageSource, index: _Index, processes: Processes) -> None:
+    """Raise unless all machines have as many images and left out the same: each process orders its own."""
+    left_out = hashlib.blake2b(index.kept.tobytes(), digest_size=8).hexdigest()
+    found = processes.all_gather((len(source), len(index.kept), left_out))
+    if others := [number for number, each in enumerate(found) if each != found[0]]:
+        counts = f"{found[others[0]][1]:,} of {found[others[0]][0]:,}, and there {found[0][1]:,} of {found[0][0]:,}"
+        raise UserError(
+            f"{source}: process {', '.join(map(str, others))} can use other images than process 0 ({counts}): every "
+            "machine needs the same ones"
+        )
 
 
 class _Images:

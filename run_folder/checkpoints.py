@@ -142,6 +142,8 @@ class CheckpointWriter:
                 save_safetensors(snapshot, snapshot_file(self.output_dir, step_of(target)))
                 fault_point("save-snapshot")
             write_files(aside, files)
+            for lines in self.output_dir.glob("*.jsonl"):  # a run that continues from the checkpoint goes on after them
+                sync(lines)
             replace_folder(aside, target)
             (target.parent / SAVED).touch()
             sync(target.parent)
@@ -261,7 +263,7 @@ def _newest_valid(output_dir: Path) -> Path | None:
             new.rename(target)
     for pattern in (f".{PREFIX}*.tmp", f".{PREFIX}*.old"):
         for folder in output_dir.glob(pattern):
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # on NFS somebody may have a file of it open
     damaged: dict[Path, str] = {}
     for folder in reversed(checkpoints(output_dir)):
         try:

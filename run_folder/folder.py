@@ -50,6 +50,7 @@ from run_folder.checkpoints import (
     is_own,
     named_folder,
     set_aside,
+    snapshot_files,
     step_in,
     step_of,
 )
@@ -275,7 +276,7 @@ def check_output_dir(config: TrainingConfig) -> None:
             raise UserError(
                 f"--output_dir {path}: holds files that are not of a run ({listed}); choose an empty or new folder"
             )
-    elif config.resume_from_checkpoint == "none" and not config.overwrite:
+    elif without_repeating(config).resume_from_checkpoint == "none" and not config.overwrite:
         raise UserError(
             f"--output_dir {path} holds a run already; continue it with --resume_from_checkpoint latest, "
             f"delete it with --overwrite, or choose another folder"
@@ -304,7 +305,7 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
                 check_nothing_is_trained_over(config)
             path.mkdir(parents=True, exist_ok=True)
             lock(path)
-            if config.overwrite:
+            if config.overwrite or config.resume_from_checkpoint == "none":
                 write_atomically(path / BEGUN, what_begins(config))
         if checkpoint is None and RunFolder(path).is_run:
             logger.info("There is no checkpoint in %s: the run starts at step 0", path)
@@ -312,6 +313,13 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(f"{checkpoint}: process {processes.index} cannot see it; all processes must share this folder")
     return checkpoint
+
+
+def total_batch_of_run(config: TrainingConfig) -> int | None:
+    """Return the images in a step of the run that a training with these options goes on with, if there is one."""
+    run, config = RunFolder(config.output_dir), without_repeating(config)
+    begins = config.overwrite or config.resume_from_checkpoint == "none"
+    return None if begins or not run.is_run or not checkpoints(run.path) else run.read_config().total_batch_size
 
 
 def go_on_from(checkpoint: Path | None, config: TrainingConfig) -> None:
@@ -358,6 +366,7 @@ def abandon_after(path: Path, step: int) -> None:
     run = RunFolder(path)
     later = [checkpoint for checkpoint in checkpoints(path) if step_of(checkpoint) > step]
     later += [grid for number, grid in run.grids().items() if number > step]
+    later += [snapshot for number, snapshot in snapshot_files(path).items() if number > step]
     later += [run.best] if (run.best / STATE).is_file() and step_in(run.best) > step else []
     with in_turn(path):  # an evaluation may be about to add a row
         tables = {table: rows_up_to(step, table) for table in (run.results_file, run.best_scores_file)}
@@ -370,6 +379,9 @@ def abandon_after(path: Path, step: int) -> None:
             if text is not None:
                 shutil.copyfile(table, free_name(table, "abandoned"))
                 write_atomically(table, text)
+        for lines in (run.metrics_file, run.timesteps_file):  # which the training itself will shorten
+            if any(line.get("step", 0) > step for line in read_lines(lines)):
+                shutil.copyfile(lines, free_name(lines, "abandoned"))
 
 
 def rows_up_to(step: int, table: Path) -> str | None:

@@ -47,8 +47,16 @@ def load(tmp_path):
 
 @pytest.fixture
 def prepare(tmp_path):
-    def prepare(source, memory_limit_bytes=GIGABYTE, num_workers=0, work_here=True, wait=lambda: None, **changes):
-        processes = SimpleNamespace(is_local_main=work_here, barrier=wait)
+    def prepare(
+        source,
+        memory_limit_bytes=GIGABYTE,
+        num_workers=0,
+        work_here=True,
+        wait=lambda: None,
+        all_gather=lambda found: [found],
+        **changes,
+    ):
+        processes = SimpleNamespace(is_local_main=work_here, barrier=wait, all_gather=all_gather)
         changes = {"cache_dir": tmp_path / "prepared", **changes}
         options = image_options(memory_limit_bytes=memory_limit_bytes, num_workers=num_workers, **changes)
         return load_training_images(options, source, processes).images

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import losses_of, metrics_of, run_training
 
 from common.errors import UserError
@@ -216,6 +217,42 @@ def test_a_job_that_is_started_again_overwrites_once(count, job, run, train, mon
         assert len(losses_of(run)) == 1
 
 
+def test_a_restarted_job_begins_its_run_once(train, tmp_path, monkeypatch, capsys):
+    begin = [*FLAGS, "--resume_from_checkpoint=none"]
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    train(tmp_path / "run", *begin, "--max_train_steps=2")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    train(tmp_path / "run", *begin)
+    assert "Resuming from" in capsys.readouterr().err
+    assert len(losses_of(tmp_path / "run")) == 4
+    monkeypatch.setenv("SLURM_JOB_ID", "18")
+    with pytest.raises(UserError, match="holds a run already"):
+        train(tmp_path / "run", *begin)
+
+
+@pytest.mark.parametrize("images", [8, 4])
+def test_images_per_device_alone_do_not_change_the_batch_of_a_run(run, train, capsys, images):
+    """As when it goes on with another number of processes: the flags are the same, and so is the batch."""
+    train(run, *FLAGS, f"--train_batch_size={images}", "--max_train_steps=5")
+    said = capsys.readouterr().err
+    assert f"16 = {images} per device x 1 x {16 // images}" in said
+    assert "Settings differ" not in said
+    assert yaml.safe_load((run / "config.yaml").read_text())["total_batch_size"] == 16
+
+
+def test_a_batch_that_cannot_stay_as_it_was_is_refused(run, train, tmp_path, capsys):
+    for images in (5, 32):
+        with pytest.raises(
+            UserError, match=f"on 1 process.es. these are {images} images, .* the 16 in a step of the run"
+        ):
+            train(run, *FLAGS, f"--train_batch_size={images}", "--max_train_steps=5")
+    train(run, *FLAGS, "--train_batch_size=5", "--total_batch_size=5", "--max_train_steps=5")
+    assert "total_batch_size 16 -> 5" in capsys.readouterr().err
+    train(tmp_path / "another", *FLAGS, "--train_batch_size=5", "--max_train_steps=1")
+    train(run, *FLAGS, "--train_batch_size=8", "--max_train_steps=1", "--overwrite")
+    assert yaml.safe_load((run / "config.yaml").read_text())["total_batch_size"] == 8
+
+
 def test_a_job_that_is_started_again_goes_back_once(run, train, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     back = [*FLAGS, "--resume_from_checkpoint=checkpoint-2", "--learning_rate=1e-4"]
@@ -275,6 +312,19 @@ def test_who_goes_back_twice_loses_nothing(run, train):
         train(run, *FLAGS, "--resume_from_checkpoint=checkpoint-2", f"--learning_rate={rate}")
     assert contents(run / "checkpoint-4.abandoned") == first
     assert contents(run / "checkpoint-4.abandoned-2").keys() == first.keys()
+
+
+def test_curves_and_snapshots_of_what_is_abandoned_are_kept(run, train):
+    (run / "ema_snapshots").mkdir()
+    for step in (2, 4):
+        (run / "ema_snapshots" / f"step-{step}.safetensors").write_text("averages")
+    before = (run / "metrics.jsonl").read_bytes()
+    train(run, *FLAGS, "--resume_from_checkpoint=checkpoint-2", "--max_train_steps=3")
+    assert (run / "metrics.jsonl.abandoned").read_bytes() == before
+    assert [line["step"] for line in metrics_of(run)] == [1, 2, 3]
+    assert sorted(path.name for path in (run / "ema_snapshots").iterdir()) == [
+        "step-2.safetensors", "step-4.safetensors.abandoned",
+    ]  # fmt: skip
 
 
 def test_grids_scores_and_the_best_of_what_is_abandoned_are_not_of_this_run(run, train):

@@ -270,6 +270,12 @@ def test_a_cache_that_is_not_shared(photos, prepare):
         prepare(photos, work_here=False)
 
 
+def test_machines_with_other_images_are_refused(photos, prepare):
+    with pytest.raises(UserError, match="process 1 can use other images than process 0 .11 of 11, and there 12 of 12."):
+        prepare(photos, all_gather=lambda found: [found, (11, 11, "another")])
+    assert len(prepare(photos, all_gather=lambda found: [found, found])) == 12
+
+
 def prepare_at_once(start, results, source, cache_dir):
     start.wait()
     images = load_training_images(image_options(cache_dir, channels="1", center_crop=True), source).images

@@ -2,10 +2,12 @@
 
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import metrics_of
 
 from common.progress import progress_bar
 from common.randomness import generator_for
@@ -68,6 +70,21 @@ def test_a_line_that_a_full_disk_refuses_comes_with_the_next(tmp_path, monkeypat
     assert "timesteps.jsonl cannot be written yet at step 1: No such file or directory" in caplog.text
     file.append({"step": 3})
     assert file.path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_checkpoint_does_not_come_before_a_line_that_was_refused(train, tmp_path, monkeypatch):
+    append, refused = tracking.append_lines, []
+
+    def once(path: Path, lines: list[dict]) -> None:
+        if path.name == "metrics.jsonl" and not refused:
+            refused.append(lines)
+            raise OSError(28, "No space left on device")
+        append(path, lines)
+
+    monkeypatch.setattr(tracking, "append_lines", once)
+    run = train(tmp_path / "run", "--max_train_steps=1")
+    assert refused
+    assert [line["step"] for line in metrics_of(run)] == [1]
 
 
 # What the timesteps did.

@@ -15,6 +15,7 @@ from run_folder.config import parse_config
 from run_folder.folder import open_run
 from run_folder.saved_model import find_models
 from schedulers.loss import DiffusionLoss
+from training.setup import Run
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -392,6 +393,15 @@ def test_bf16_that_is_emulated_is_announced(train, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     train(tmp_path / "run", "--mixed_precision=bf16", "--max_train_steps=1")
     assert ("cpu has no instructions for bf16: it will be slower" in capsys.readouterr().err) == (not known)
+
+
+def test_the_clock_of_the_main_process_is_that_of_the_run():
+    """Others wait while it writes, and their clocks go on."""
+    parts = {"condition": None, "sizes": None, "batches": None, "total_steps": 10}
+    state = SimpleNamespace(step=1, train_seconds=2.0)
+    for is_main in (True, False):
+        processes = SimpleNamespace(is_main=is_main, all_reduce_any=bool)
+        assert Run(SimpleNamespace(max_train_seconds=1.0), processes, state=state, **parts).is_over() == is_main
 
 
 @pytest.mark.parametrize(("steps", "betas", "is_said"), [

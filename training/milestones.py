@@ -119,6 +119,7 @@ class Milestones:
         """Save a checkpoint if all processes agree; all must call this. Regular ones get an --ema power snapshot."""
         self.check_replicas(state)
         if self.processes.is_main:
+            self.run.tracking.flush()
             self.writer.save(state, with_snapshot=regular)
         self.processes.barrier()  # the main process may have had to finish the previous checkpoint first
 

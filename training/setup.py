@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -34,7 +34,15 @@ from run_folder.config import (
     settings_of,
     with_resolved,
 )
-from run_folder.folder import RunFolder, check_disk, check_output_dir, completed_step, go_on_from, open_run
+from run_folder.folder import (
+    RunFolder,
+    check_disk,
+    check_output_dir,
+    completed_step,
+    go_on_from,
+    open_run,
+    total_batch_of_run,
+)
 from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
 from schedulers.loss import DiffusionLoss, build_loss
@@ -115,14 +123,15 @@ class Run:
     learn: Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def is_over(self) -> bool:
-        """Tell whether the steps are done, or the time is up on any process."""
+        """Tell whether the steps are done, or the time is up."""
         return self.state.step >= self.total_steps or self.processes.all_reduce_any(self._time_is_up)
 
     @property
     def _time_is_up(self) -> bool:
+        """Tell by the clock of the main process, which is saved; others also wait while it draws and writes."""
         limit = self.config.max_train_seconds
         seconds = self.state.train_seconds if self.tracking is None else self.tracking.clock.train_seconds
-        return limit is not None and seconds >= limit
+        return self.processes.is_main and limit is not None and seconds >= limit
 
     def ending(self) -> Ending:
         """Return how the run ends after this step, on all processes alike; None if it goes on."""
@@ -242,8 +251,29 @@ def build_process(config: TrainingConfig) -> ExactDDPMScheduler:
         return build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS))
 
 
+def with_total_of_run(config: TrainingConfig, processes: Processes) -> TrainingConfig:
+    """Return the configuration with the total batch of the run that goes on, if only the images per device are given.
+
+    Otherwise another number of processes would make another batch, and so another run.
+    """
+    if config.train_batch_size is None or config.total_batch_size is not None:
+        return config
+    total = processes.broadcast(total_batch_of_run(config) if processes.is_main else None)
+    images = config.train_batch_size * processes.count * (config.gradient_accumulation_steps or 1)
+    if total is None or total == images:
+        return config
+    if config.gradient_accumulation_steps is not None or total % images:
+        raise UserError(
+            f"--train_batch_size {config.train_batch_size}: on {processes.count} process(es) these are {images} "
+            f"images, which does not go with the {total} in a step of the run in {config.output_dir}: choose another "
+            f"number, or make it another run from here on with --total_batch_size {images}"
+        )
+    return replace(config, total_batch_size=total)
+
+
 def build_run(config: TrainingConfig, processes: Processes, data: TrainingImages, condition: Condition) -> Run:
     """Build batches, network, objective and all that changes while training; raise if the disk has no room for it."""
+    config = with_total_of_run(config, processes)
     sizes = resolve_batch_sizes(config, processes.count)
     batches = TrainingBatches(data, condition, config.seed, sizes.total, sizes.accumulation, processes)
     total_steps = resolve_steps(config, batches.steps_per_epoch)

@@ -302,6 +302,11 @@ class Tracking:
                 logger.warning("Curves are no longer logged to %s: %s", tracker.name, reason_of(error))
                 self.trackers.remove(tracker)
 
+    def flush(self) -> None:
+        """Write, before a checkpoint, what a full disk refused earlier."""
+        for lines in (self.metrics, self.timesteps):
+            lines.flush()
+
     def close(self) -> None:
         if self.profiler is not None:
             self._end_profile()
@@ -396,12 +401,19 @@ class LineFile:
         """Append a line and those before it that could not be written."""
         self.latest = line
         self._unwritten.append(line)
+        if (error := self.flush()) and len(self._unwritten) == 1:  # said once
+            logger.warning(f"{self.path} cannot be written yet at step {line['step']}: {error.strerror}")
+
+    def flush(self) -> OSError | None:
+        """Write what could not be written before; return the error if that is still so."""
+        if not self._unwritten:
+            return None
         try:
             append_lines(self.path, self._unwritten)
-            self._unwritten = []
         except OSError as error:
-            if len(self._unwritten) == 1:  # said once
-                logger.warning(f"{self.path} cannot be written yet at step {line['step']}: {error.strerror}")
+            return error
+        self._unwritten = []
+        return None
 
 
 def append_lines(path: Path, values: list[dict]) -> None:
