@@ -2,7 +2,10 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ENVIRONMENT = .venv/bin/python
 
-.PHONY: demo check race bench test faults mistakes fuzz lint house format clean
+.PHONY: help demo check race bench test faults mistakes fuzz lint house format clean
+
+help: ## list what can be made
+	@sed -nE 's/^([a-z]+):.*## (.*)/make \1: \2/p' $(MAKEFILE_LIST)
 
 demo: .venv/.installed ## train on the embedded digits, generate, evaluate
 	@$(ENVIRONMENT) train_unconditional.py --config configs/digits.yaml --output_dir runs/demo
@@ -36,7 +39,7 @@ fuzz: .venv/.installed-dev ## two thousand damaged files, and configurations tha
 	@EXACT_DDPM_EXAMPLES=100 $(ENVIRONMENT) -m pytest tests/test_properties.py
 	@$(ENVIRONMENT) tests/fuzz.py
 
-lint: .venv/.installed-dev
+lint: .venv/.installed-dev ## check style, and which folder imports which
 	@$(ENVIRONMENT) -m ruff check .
 	@$(ENVIRONMENT) -m ruff format --check .
 	@.venv/bin/lint-imports --no-cache
@@ -44,12 +47,11 @@ lint: .venv/.installed-dev
 house: ## how much of the project a reader has to hold in mind
 	@$(PYTHON) tests/house.py
 
-format: .venv/.installed-dev
+format: .venv/.installed-dev ## bring the code into its format
 	@$(ENVIRONMENT) -m ruff check --fix .
 	@$(ENVIRONMENT) -m ruff format .
 
-# What was trained, in runs/, stays.
-clean:
+clean: ## remove the virtual environment and caches; what was trained, in runs/, stays
 	rm -rf .venv .pytest_cache .ruff_cache
 
 $(ENVIRONMENT):

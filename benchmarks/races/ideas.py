@@ -4,7 +4,7 @@
 
 Each starts from the density of `log_snr`, pi, and follows what it sees by a share of 0.7; 3 % of the draws are uniform
 over all t. They are for unconditional networks that predict epsilon. `RecordedWeights` is the opposite, a control that
-follows nothing. What came of them is in docs/adaptive.md.
+follows nothing. What came of them is in docs/adaptive_experiments.md.
 """
 
 from __future__ import annotations
