@@ -25,7 +25,8 @@ from common.plots import drawing, legend_beside
 
 PAGES = (
     *("docs/speed.md", "docs/scaling.md", "README.md"),
-    *("docs/ablations.md", "docs/adaptive.md", "docs/adaptive_experiments.md", "docs/ema.md", "docs/recipes.md", "docs/results.md"),
+    *("docs/adaptive.md", "docs/adaptive_experiments.md"),
+    *("docs/ablations.md", "docs/ema.md", "docs/recipes.md", "docs/results.md"),
 )
 PICTURES = {"profile_steps": "speed_profile.png", "scaling": "scaling.png"}
 MARKED = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

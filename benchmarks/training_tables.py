@@ -15,7 +15,7 @@ from statistics import fmean
 from benchmarks.measuring import ROOT
 from benchmarks.race.analysis import Speed, compare
 from benchmarks.race.plan import Measurement, Race, read_race
-from benchmarks.race.report import Table, as_table, cell_of, spread
+from benchmarks.race.report import Table, as_table, cell_of, kid_cell, spread
 
 ABLATIONS = {"digits": "ablations_digits", "CIFAR-10, 16x16": "ablations_16"}
 # What each method of these races is, and the FID of the paper's CIFAR-10; a dash where its training was unstable.
@@ -82,7 +82,7 @@ def race_table(results: Path, name: str) -> str:
     for method in sorted(finished, key=lambda one: table.mean(one, end)):
         fids = [list(table.values(method, time).values()) for time in times]
         kid, recalls = (list(table.values(method, end, metric).values()) for metric in ("kid", "recall"))
-        shares = ["1" if method == race.baseline else share_in(found, method) for found in (speeds, by_kid)]
+        shares = ["1", "1"] if method == race.baseline else shares_of(method, speeds, by_kid)
         cells = [spread(one) if one else "" for one in (*fids, [1000 * value for value in kid])]
         rows.append([f"`{method}`", str(len(recalls)), *cells, f"{fmean(recalls):.2f}", *shares])
     columns = [f"{fid_of(measurement)} after {time:,.0f}" if time == times[0] else f"{time:,.0f}" for time in times]
@@ -90,8 +90,11 @@ def race_table(results: Path, name: str) -> str:
     return lines(["method", "seeds", *columns, "KID x 1000", "recall", share, "to its last KID"], rows)
 
 
-def share_in(speeds: dict[str, Speed], method: str) -> str:
-    return cell_of(speeds[method]) if method in speeds else ""
+def shares_of(method: str, speeds: dict[str, Speed], by_kid: dict[str, Speed]) -> list[str]:
+    """Return how soon a method comes to the baseline's last FID and KID."""
+    if method not in speeds:
+        return ["", ""]
+    return [cell_of(speeds[method]), kid_cell(by_kid, method, speeds[method].seeds)]
 
 
 def fid_of(measurement: Measurement) -> str:
@@ -109,10 +112,10 @@ def races(results: Path) -> str:
             if method in speeds:
                 seeds = sorted(table.values(method, end).keys() & table.values(race.baseline, end).keys())
                 row = [images, f"{end:,.0f}", f"`{method}`", str(len(seeds))]
-                for metric, scale, found in (("fid", 1, speeds), ("kid", 1000, by_kid)):
+                shares = shares_of(method, speeds, by_kid)
+                for metric, scale, share in zip(("fid", "kid"), (1, 1000), shares, strict=True):
                     both = [table.values(one, end, metric) for one in (race.baseline, method)]
-                    row += [spread([scale * values[seed] for seed in seeds]) for values in both]
-                    row.append(share_in(found, method))
+                    row += [spread([scale * values[seed] for seed in seeds]) for values in both] + [share]
                 if row not in rows:  # a run may be in several races
                     rows.append(row)
     (fid,) = measured  # FIDs of other numbers of images cannot stand in one table

@@ -101,6 +101,7 @@ class Session:
         lengths, main = options.ema_length, processes.is_main
         models = models_of(self.run, options.checkpoints, options.weights, lengths) if main else None
         models: list[SavedModel] = processes.broadcast(models)
+        self._check_table(models)
         self._prepare(models)
         self._measure_models(models)
 
@@ -119,6 +120,12 @@ class Session:
         # Only now: as long as the training went on, wandb and trackio were its own.
         for step in steps if self.processes.is_main else []:
             log_evaluation(self.run, curves_at(self.output_dir / results.RESULTS, step), step)
+
+    def _check_table(self, models: list[SavedModel]) -> None:
+        """Remove rows of these models' earlier weights from the run's table; in another folder they are an error."""
+        if self.processes.is_main:
+            is_own = self.output_dir.resolve() == self.run.path.resolve()
+            (results.remove_replaced if is_own else results.check_same_run)(self.output_dir, models)
 
     def _prepare(self, models: list[SavedModel]) -> None:
         """Load the reference for the run's images, of which those of the models are measured later."""
@@ -151,9 +158,7 @@ class Session:
                     f"--keep_best {CONDITION_ACCURACY.name}: is not measured here, where images have free captions or "
                     f"their labels are missing; choose another metric"
                 )
-        if processes.is_main:
-            is_own = self.output_dir.resolve() == self.run.path.resolve()
-            (results.remove_replaced if is_own else results.check_same_run)(self.output_dir, models)
+        self._check_table(models)
 
         sets = [range(number * count, (number + 1) * count) for number in range(options.repeats)]
         jobs = [replace(job, condition=condition) for job in jobs for condition in self.conditions]

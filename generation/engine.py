@@ -162,8 +162,9 @@ class RunningNetwork:
         finite = samples.isfinite().flatten(1).all(1).tolist()
         if not all(finite):
             failed = as_ranges([seed for seed, is_finite in zip(seeds, finite, strict=True) if not is_finite])
-            advice = "; try --mixed_precision bf16 or no" if self.settings.precision == "fp16" else ""
-            raise RunFailed(f"{job.model.name}: the images of seeds {failed} are not finite{advice}")
+            fp16 = self.settings.precision == "fp16"
+            advice = "try --mixed_precision bf16 or no" if fp16 else "are the weights damaged? try another checkpoint"
+            raise RunFailed(f"{job.model.name}: the images of seeds {failed} are not finite; {advice}")
         return to_uint8(samples).cpu()
 
     def warm_up(self, batches: Sequence[Batch]) -> None:

@@ -239,8 +239,8 @@ def complete_folders(
         logger.info("%d of %d images are missing", missing, sum(len(folder.seeds) for folder in folders))
         if kept and batch_size <= SMALLEST_BATCH < largest_worth_measuring(missing):
             logger.warning(
-                "The images go on in batches of %d, as those that are there were made, so that all get the same bits; "
-                "with --overwrite or another --output_dir the fastest size is measured first",
+                "The remaining images are made in batches of %d, like those that are there, so that their bits do not "
+                "depend on what was made first; in an empty folder the fastest size would be measured",
                 batch_size,
             )
         generated = generate(batches, processes, settings)  # nothing is written before that has begun

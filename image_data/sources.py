@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.errors import UserError, first_cause, reason_of_hub
+from common.errors import UserError, first_cause, reason_of_hub, user_errors
 from common.files import printable
 from image_data.data_options import DataOptions
 from image_data.decode import IMAGE_SUFFIXES, UndecodableImage, is_grey, read_image_file
@@ -146,9 +146,10 @@ def _states_of_files(dataset: "Dataset", image_column: str, tables: list[dict], 
     column = dataset.data.column(image_column)
     named = compute.filter(compute.struct_field(column, "path"), compute.struct_field(column, "bytes").is_null())
     digest = hashlib.blake2b(digest_size=16)
-    files = [*sorted(written), *filter(None, named.to_pylist())]
+    with user_errors(f"column '{image_column}' holds paths that cannot be read", UnicodeDecodeError):
+        files = [*sorted(written), *filter(None, named.to_pylist())]
     for file in files:
-        with contextlib.suppress(OSError):  # a file that is missing is an error later
+        with contextlib.suppress(OSError, ValueError):  # what is missing or no path is an error later
             status = os.stat(file)
             digest.update(f"{status.st_size}\0{status.st_mtime_ns}\0".encode())
     return (digest.hexdigest(),) if files else ()

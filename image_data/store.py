@@ -139,10 +139,10 @@ def check_same_everywhere(source: ImageSource, index: _Index, processes: Process
     left_out = hashlib.blake2b(index.kept.tobytes(), digest_size=8).hexdigest()
     found = processes.all_gather((len(source), len(index.kept), left_out))
     if others := [number for number, each in enumerate(found) if each != found[0]]:
-        counts = f"{found[others[0]][1]:,} of {found[others[0]][0]:,}, and there {found[0][1]:,} of {found[0][0]:,}"
+        (total, usable, _), (total_there, usable_there, _) = found[0], found[others[0]]
         raise UserError(
-            f"{source}: process {', '.join(map(str, others))} can use other images than process 0 ({counts}): every "
-            "machine needs the same ones"
+            f"{source}: process {', '.join(map(str, others))} can use {usable_there:,} of its {total_there:,} images, "
+            f"process 0 {usable:,} of {total:,}, and not the same ones: copy the same images to every machine"
         )
 
 

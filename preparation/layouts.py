@@ -115,8 +115,10 @@ def _table_of_images(folder: Folder) -> list[Photo] | None:
     are_folders = len(folder.sub_folders) > 1 and all("/" in name for name in folder.images)
     are_folders &= label_column is None and not any(name.lower() in SPLITS for name in folder.sub_folders)
     split_of, photos = _splits(folder), []
+    if not split_of and SPLIT_COLUMN not in columns:
+        _refuse_test_folders(folder)
     for number, row in rows:
-        if None in row:  # where csv puts what is beyond the header
+        if any(row.get(None, ())):  # where csv puts what is beyond the header
             raise UserError(
                 f"{printable(str(table))} line {number}: has {len(row) - 1 + len(row[None])} fields, but the header "
                 f"{len(row) - 1}; put quotes around text that contains commas"
@@ -133,10 +135,10 @@ def _table_of_images(folder: Folder) -> list[Photo] | None:
             label = portable(name.partition("/")[0]) if are_folders else _text(row.get(label_column))
             split = split_of.get(name.partition("/")[0])
             if SPLIT_COLUMN in columns:
-                split = SPLITS.get(str(row.get(SPLIT_COLUMN)).lower())
+                split = SPLITS.get(str(row.get(SPLIT_COLUMN)).strip().lower())
                 if split is None:
                     where = f"{printable(str(table))} line {number}: {SPLIT_COLUMN} {row.get(SPLIT_COLUMN)!r}"
-                    raise UserError(f"{where}: must be train, validation or test; rename the column if it is none")
+                    raise UserError(f"{where}: must be train, validation or test; rename it if it is another thing")
             photo = _photo(folder, on_disk.get(portable(name), name), label)
             photos.append(replace(photo, caption=caption, split=split))
     for name in sorted(set(on_disk) - {photo.name for photo in photos}):
@@ -148,6 +150,20 @@ def _splits(folder: Folder) -> dict[str, str]:
     """Return which split each folder is, if all of them are, with one to train on."""
     splits = {name: SPLITS.get(name.lower()) for name in folder.sub_folders if name != NORMALISED_COPY}
     return {} if len(splits) < 2 or None in splits.values() or "train" not in splits.values() else splits
+
+
+def _refuse_test_folders(folder: Folder) -> None:
+    """Raise if a folder of test images is no split here: it must not be trained on without a word."""
+    splits = [name for name in folder.sub_folders if name.lower() in SPLITS]
+    others = [name for name in folder.sub_folders if name not in splits]
+    others += ["photos"] if any("/" not in name for name in folder.images) else []
+    if not splits or splits == folder.sub_folders[:1] and not others:
+        return  # without another, it is the folder to look into
+    if any(SPLITS[name.lower()] != "train" for name in splits):
+        beside = f"{', '.join(others)} beside them; move these elsewhere" if others else "none to train on"
+        where = printable(str(folder.path))
+        raise UserError(f"{where}: has folders of splits ({', '.join(splits)}) and {beside}, or name the folder to use")
+    logger.warning("%s: %s is taken for a class, as %s are", folder.path, ", ".join(splits), ", ".join(others))
 
 
 def _split_folders(folder: Folder) -> list[Photo] | None:
@@ -199,18 +215,10 @@ def _animals10(folder: Folder) -> list[Photo] | None:
 
 def _class_folders(folder: Folder) -> list[Photo] | None:
     """Read a folder for every class, unless most photos lie beside them."""
+    _refuse_test_folders(folder)
     loose = [name for name in folder.images if "/" not in name]
     if len(folder.sub_folders) < 2 or 2 * len(loose) > len(folder.images):
         return None
-    splits = [name for name in folder.sub_folders if name.lower() in SPLITS]
-    others = ", ".join(name for name in folder.sub_folders if name not in splits)
-    if any(SPLITS[name.lower()] != "train" for name in splits):
-        # Images that were set aside for a test must not become a class that is trained on.
-        beside = f"{others} beside them" if others else "none of them to train on"
-        where = printable(str(folder.path))
-        raise UserError(f"{where}: has folders of splits ({', '.join(splits)}) and {beside}; move the rest elsewhere")
-    if splits:
-        logger.warning("%s: %s is taken for a class, as %s are", folder.path, ", ".join(splits), others)
     for name in loose:
         folder.left_out[portable(name)] = "beside the class folders, so it has no class"
     return _in_classes(folder)

@@ -49,6 +49,8 @@ from run_folder.checkpoints import (
     goes_back,
     is_own,
     named_folder,
+    newest,
+    read_file,
     set_aside,
     snapshot_files,
     step_in,
@@ -258,7 +260,7 @@ def _size(count: float) -> str:
     return f"{count / 2**30:.1f} GB" if count >= 2**30 else f"{count / 2**20:.0f} MB"
 
 
-def check_output_dir(config: TrainingConfig) -> None:
+def check_output_dir(config: TrainingConfig, is_main: bool) -> None:
     """Raise, before the work starts, if the run could not be written or would overwrite something else."""
     path = Path(config.output_dir)
     if not check_folder(path):
@@ -276,7 +278,7 @@ def check_output_dir(config: TrainingConfig) -> None:
             raise UserError(
                 f"--output_dir {path}: holds files that are not of a run ({listed}); choose an empty or new folder"
             )
-    elif without_repeating(config).resume_from_checkpoint == "none" and not config.overwrite:
+    elif is_main and without_repeating(config).resume_from_checkpoint == "none" and not config.overwrite:
         raise UserError(
             f"--output_dir {path} holds a run already; continue it with --resume_from_checkpoint latest, "
             f"delete it with --overwrite, or choose another folder"
@@ -316,10 +318,15 @@ def open_run(config: TrainingConfig, processes: Processes) -> Path | None:
 
 
 def total_batch_of_run(config: TrainingConfig) -> int | None:
-    """Return the images in a step of the run that a training with these options goes on with, if there is one."""
-    run, config = RunFolder(config.output_dir), without_repeating(config)
-    begins = config.overwrite or config.resume_from_checkpoint == "none"
-    return None if begins or not run.is_run or not checkpoints(run.path) else run.read_config().total_batch_size
+    """Return the images in a step of the checkpoint that a training goes on from, if it is one of its own run."""
+    config = without_repeating(config)
+    if config.overwrite or config.resume_from_checkpoint == "none":
+        return None
+    checkpoint = named_folder(config) if goes_back(config) else newest(Path(config.output_dir))
+    # One that is damaged is set aside, or an error, when it is loaded.
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None if checkpoint is None else read_file(checkpoint, STATE)["settings"]["total_batch_size"]
+    return None
 
 
 def go_on_from(checkpoint: Path | None, config: TrainingConfig) -> None:

@@ -376,7 +376,8 @@ def components_of(folder: Path) -> set[str]:
     """Return what a pipeline is made of; old ones do not say."""
     path = folder / "model_index.json"
     with user_errors(f"{path}: cannot be read", OSError, ValueError, RecursionError):
-        return {*read_file(folder, path.name)} if path.exists() else set()
+        parts = read_file(folder, path.name) if path.exists() else {}
+        return {name for name, kind in parts.items() if kind != [None, None]}  # what a pipeline can have and has not
 
 
 def digest_of(weights: Path, *configurations: dict[str, Any]) -> str:

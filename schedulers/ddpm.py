@@ -154,7 +154,7 @@ class ExactDDPMScheduler(DDPMScheduler):
         self.alphas = 1 - self.betas
         self.alphas_cumprod = self.alphas.cumprod(0)
         if not self.alphas_cumprod[:-1].all():
-            raise ValueError("the betas are too large: no signal is left before the last timestep")
+            raise ValueError("they are too large: no signal is left before the last timestep")
         self._rounded: dict[tuple[torch.device, str], torch.Tensor] = {}
 
     @property
@@ -245,8 +245,8 @@ class ExactDDPMScheduler(DDPMScheduler):
     ) -> torch.Tensor:
         """Compute KL(q(x_t-1 | x_t, x_0) || p(x_t-1 | x_t)) of each image with the learned variance; eq. 13 at t = 0.
 
-        `original` is the predicted x_0, and `values` is its output for the variance. The result is
-        in bits per dimension.
+        `original` is the predicted x_0, and `values` is the network's output for the variance. The result is in bits
+        per dimension.
         """
         log_posterior, _ = self._gather(timesteps, "_log_variances")
         log_variance = self.log_variance(values, timesteps)

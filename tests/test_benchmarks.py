@@ -221,7 +221,9 @@ def test_tables_stand_between_their_marks(results):
     assert "| a step | 120 images/s | example: 100 images/s | 1.20 x (1.10 to 1.30) | at least 1.08 x | yes |" in text
     assert "| a slow thing | 9 s |  | 9.00 s | at most 5.00 s | **no** |" in text
     assert "| a thing without its peer | not measured: it is not here | | | | |" in text
-    assert "2 of the 3 targets that we set ourselves are met; 1 could not be measured." in text  # 1.9 x of two processes is the third
+    assert (
+        "2 of the 3 targets that we set ourselves are met; 1 could not be measured." in text
+    )  # 1.9 x of two processes is the third
     assert "| 2 | CPU, 1 thread(s) each | 570 | 285 | 95% | 4.0% |" in text
     assert "| SiLU | 9.00 | 90.0% |" in text
 

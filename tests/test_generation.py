@@ -267,7 +267,9 @@ def test_a_batch_size_that_is_kept_for_many_images_is_said(
     monkeypatch.setattr("generation.sample_folder.generate", stop)
     with pytest.raises(Interrupted):
         generate(run, *FAST, f"--num_images={images}", f"--output_dir={tmp_path / 'out'}")
-    assert ("go on in batches of 8, as those that are there were made" in capsys.readouterr().err) == is_said
+    assert (
+        "remaining images are made in batches of 8, like those that are there" in capsys.readouterr().err
+    ) == is_said
 
 
 def test_images_that_are_not_finite_are_no_images(run, alone, monkeypatch):

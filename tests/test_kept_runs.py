@@ -233,6 +233,8 @@ def test_a_restarted_job_begins_its_run_once(train, tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize("images", [8, 4])
 def test_images_per_device_alone_do_not_change_the_batch_of_a_run(run, train, capsys, images):
     """As when it goes on with another number of processes: the flags are the same, and so is the batch."""
+    config = (run / "config.yaml").read_text()  # of somebody's attempt with another batch, which saved nothing
+    (run / "config.yaml").write_text(config.replace("total_batch_size: 16", "total_batch_size: 64"))
     train(run, *FLAGS, f"--train_batch_size={images}", "--max_train_steps=5")
     said = capsys.readouterr().err
     assert f"16 = {images} per device x 1 x {16 // images}" in said
@@ -243,7 +245,7 @@ def test_images_per_device_alone_do_not_change_the_batch_of_a_run(run, train, ca
 def test_a_batch_that_cannot_stay_as_it_was_is_refused(run, train, tmp_path, capsys):
     for images in (5, 32):
         with pytest.raises(
-            UserError, match=f"on 1 process.es. these are {images} images, .* the 16 in a step of the run"
+            UserError, match=f"on 1 process.es. these are {images} images a step, but .* has 16: choose"
         ):
             train(run, *FLAGS, f"--train_batch_size={images}", "--max_train_steps=5")
     train(run, *FLAGS, "--train_batch_size=5", "--total_batch_size=5", "--max_train_steps=5")

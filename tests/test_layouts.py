@@ -195,9 +195,30 @@ def test_a_test_split_is_never_a_class(tmp_path, caplog):
     collection(tmp_path, ["train/1.png", "test/2.png", "unlabeled/3.png"])
     with pytest.raises(UserError, match=r"has folders of splits .test, train. and unlabeled beside them"):
         recognise(tmp_path)
+    (tmp_path / "metadata.csv").write_text("file_name\ntrain/1.png\ntest/2.png\nunlabeled/3.png\n")
+    with pytest.raises(UserError, match="has folders of splits"):
+        recognise(tmp_path)
+    (tmp_path / "metadata.csv").unlink()
     shutil.rmtree(tmp_path / "test")
     assert recognise(tmp_path).layout == "class folders"
     assert "train is taken for a class, as unlabeled are" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["test/1.png", "2.png"], "splits .test. and photos beside them; move these elsewhere"),
+        (["test/1.png", "cats/2.png", "3.png", "4.png", "5.png"], "splits .test. and cats, photos beside them"),
+        (["test/1.png", "val/2.png"], "splits .test, val. and none to train on, or name the folder to use"),
+    ],
+)
+def test_test_images_are_no_photos_like_others(tmp_path, names, message):
+    with pytest.raises(UserError, match=message):
+        recognise(collection(tmp_path, names))
+
+
+def test_a_folder_of_test_images_alone_is_a_folder(tmp_path):
+    assert [photo.name for photo in recognise(collection(tmp_path, ["test/1.png", "test/2.png"])).photos]
 
 
 @pytest.mark.parametrize(

@@ -334,6 +334,8 @@ def test_a_method_that_wins_by_fid_alone_is_not_said_to_win_by_kid(write_race):
     table = report.Table.read(race, race.measurements[0], results)
     assert table.speeds(1.0, metric="kid").keys() == {"uniform"}
     assert table.speeds(1.0).keys() == {"uniform", "stratified"}
+    (row,) = [line for line in report.target_lines(table) if line.startswith("| stratified")]
+    assert "| a KID is below 0 |" in row
 
 
 def test_a_training_that_was_killed_begins_again(write_race, run, monkeypatch, capsys):

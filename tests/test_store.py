@@ -271,7 +271,7 @@ def test_a_cache_that_is_not_shared(photos, prepare):
 
 
 def test_machines_with_other_images_are_refused(photos, prepare):
-    with pytest.raises(UserError, match="process 1 can use other images than process 0 .11 of 11, and there 12 of 12."):
+    with pytest.raises(UserError, match="process 1 can use 11 of its 11 images, process 0 12 of 12, and not the same"):
         prepare(photos, all_gather=lambda found: [found, (11, 11, "another")])
     assert len(prepare(photos, all_gather=lambda found: [found, found])) == 12
 

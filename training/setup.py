@@ -202,8 +202,8 @@ class Run:
 
 def check_before_work(config: TrainingConfig, processes: Processes) -> None:
     """Raise, before any image is decoded, for every mistake that can already be recognised."""
-    resolve_batch_sizes(config, processes.count)
-    check_output_dir(config)
+    resolve_batch_sizes(with_total_of_run(config, processes), processes.count)
+    check_output_dir(config, processes.is_main)
     if config.train_data_dir is not None:
         check_images_are_no_samples(config)
     check_network(config)
@@ -247,7 +247,8 @@ def check_cuda_graph(config: TrainingConfig, loss: DiffusionLoss, processes: Pro
 
 def build_process(config: TrainingConfig) -> ExactDDPMScheduler:
     """Build the diffusion that the configuration names."""
-    with user_errors(f"--ddpm_beta_schedule {config.ddpm_beta_schedule}", ValueError):
+    named = f"--ddpm_beta_schedule {config.ddpm_beta_schedule} with --beta_end {config.beta_end:g}"
+    with user_errors(f"{named}: choose other betas", ValueError):
         return build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS))
 
 
@@ -265,8 +266,9 @@ def with_total_of_run(config: TrainingConfig, processes: Processes) -> TrainingC
     if config.gradient_accumulation_steps is not None or total % images:
         raise UserError(
             f"--train_batch_size {config.train_batch_size}: on {processes.count} process(es) these are {images} "
-            f"images, which does not go with the {total} in a step of the run in {config.output_dir}: choose another "
-            f"number, or make it another run from here on with --total_batch_size {images}"
+            f"images a step, but a step of the run in {config.output_dir} has {total}: choose a number that divides it "
+            "and leave out --gradient_accumulation_steps, or make it another run from here on with --total_batch_size "
+            f"{images}"
         )
     return replace(config, total_batch_size=total)
 

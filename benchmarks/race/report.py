@@ -227,8 +227,9 @@ def target_lines(table: Table) -> list[str]:
         cells = [cell_of(of_share[method]) if method in of_share else "" for of_share in speeds]
         slope = np.mean([exponent(curve) for curve in curves[method].values()])
         last = speeds[-1][method]
-        kid = cell_of(by_kid[method]) if method in by_kid else ""
-        rows.append([method, str(last.seeds), *cells, kid, f"{last.other:.2f}", f"{slope:.2f}"])
+        rows.append(
+            [method, str(last.seeds), *cells, kid_cell(by_kid, method, last.seeds), f"{last.other:.2f}", f"{slope:.2f}"]
+        )
     columns = [f"{share:.0%} of the budget" for share in SHARES]
     head = ["method", "seeds", *columns, "100%, by KID", f"100%, in {other}", "FID ~ time^-a"]
     return [f"Share of the budget of {race.baseline} to its own FID at:", "", *as_table(head, rows)]
@@ -242,6 +243,14 @@ def cell_of(speed: Speed) -> str:
     short = "" if speed.reached == speed.seeds else f", reached by {speed.reached} of {speed.seeds}"
     word = "at least " if short else "at most " if speed.bounds else ""
     return f"{word}{speed.ratio:.2f}{bounds}{short}"
+
+
+def kid_cell(speeds: dict[str, Speed], method: str, seeds: int) -> str:
+    """Write the ratio by KID, and of how many seeds it is if some have a KID below 0."""
+    if method not in speeds:
+        return "a KID is below 0"
+    fewer = f", {speeds[method].seeds} of {seeds} seeds" if speeds[method].seeds < seeds else ""
+    return cell_of(speeds[method]) + fewer
 
 
 def equal_time_lines(table: Table) -> list[str]:
