@@ -69,7 +69,7 @@ class Milestones:
 
         Whoever asks for a stop wants it soon, so then only the checkpoint is saved.
         """
-        step, finished, stopped = state.step, ending == "finished", ending == "stopped"
+        step, finished = state.step, ending == "finished"
         if not (ending or self.due(step)):
             return
         with self.run.tracking.paused():
@@ -79,13 +79,7 @@ class Milestones:
             save = ending or regular
             if save:
                 self._save(state, regular)
-            with fits_in_memory(self.processes.device, self._grid_that_fits):
-                if not stopped and (step % self.image_steps == 0 or (finished and self._worth_a_grid(state))):
-                    stopped = not self.draw_samples(state)
-            if not stopped and (finished or (self.model_steps and step % self.model_steps == 0)):
-                self.save_pipeline(state)
-            if not stopped and self._evaluation_is_due(step, finished):
-                stopped = not self.evaluate(step)
+            stopped = ending == "stopped" or not self._draw_publish_and_evaluate(state, finished)
             if stopped and not save:  # stopped during the grid, which all processes gave up together
                 self._save(state, regular)
             if finished or stopped:
@@ -97,6 +91,17 @@ class Milestones:
                 stop_requested() or "a stop of another process",
                 f"saved at step {step} in {self.folder.path}; {how_to_continue(self.config)}",
             )
+
+    def _draw_publish_and_evaluate(self, state: TrainingState, finished: bool) -> bool:
+        """Do what is due beside the checkpoint; return False if a stop was requested meanwhile."""
+        step = state.step
+        with fits_in_memory(self.processes.device, self._grid_that_fits):
+            wanted = step % self.image_steps == 0 or (finished and self._worth_a_grid(state))
+            if wanted and not self.draw_samples(state):
+                return False
+        if finished or (self.model_steps and step % self.model_steps == 0):
+            self.save_pipeline(state)
+        return not self._evaluation_is_due(step, finished) or self.evaluate(step)
 
     def catch_up(self, state: TrainingState) -> None:
         """Catch up on whatever a stopped or killed process still had to do after its last checkpoint."""
