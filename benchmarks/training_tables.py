@@ -124,6 +124,20 @@ def races(results: Path) -> str:
     return lines(["images", "steps", "method", "seeds", *columns], rows)
 
 
+def more_images(results: Path) -> str:
+    """Return what each method of the race comes to at its own end, by few images and few steps and by more of both."""
+    rows = []
+    for race, measurement, table in tables_of(results, "cifar10_32_ddpm_250"):
+        for method in table.points:
+            length = race.lengths.get(method, 1.0)
+            end = race.time(length)
+            values = {metric: spread([*table.values(method, end, metric).values()]) for metric in ("fid", "recall")}
+            kid = spread([1000 * value for value in table.values(method, end, "kid").values()])
+            sampling = f"{measurement.num_images:,}, {measurement.num_inference_steps}"
+            rows.append([sampling, f"`{method}`", f"{length:.0%}", values["fid"], kid, values["recall"]])
+    return lines(["images, DDPM steps", "method", "of the budget", "FID", "KID x 1000", "recall"], rows)
+
+
 def learning_rates(results: Path) -> str:
     """Return the FID at the end of the race over learning rates, and how soon log_snr is at the best of uniform."""
     race, _, table = next(tables_of(results, "cifar10_16_learning_rates"))
@@ -259,6 +273,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **{f"errors_{name}": partial(errors_by_level, name=name) for name in ERRORS},
     "ablations": ablations,
     "ema_reconstruction": ema_reconstruction,
+    "more_images": more_images,
     "ema_averages": ema_averages,
     "loud_colours": loud_colours,
 }

@@ -157,13 +157,11 @@ def _refuse_test_folders(folder: Folder) -> None:
     splits = [name for name in folder.sub_folders if name.lower() in SPLITS]
     others = [name for name in folder.sub_folders if name not in splits]
     others += ["photos"] if any("/" not in name for name in folder.images) else []
-    if not splits or splits == folder.sub_folders[:1] and not others:
-        return  # without another, it is the folder to look into
-    if any(SPLITS[name.lower()] != "train" for name in splits):
+    is_alone = len(splits) == 1 and not others  # and so the folder to look into
+    if any(SPLITS[name.lower()] != "train" for name in splits) and not is_alone:
         beside = f"{', '.join(others)} beside them; move these elsewhere" if others else "none to train on"
         where = printable(str(folder.path))
         raise UserError(f"{where}: has folders of splits ({', '.join(splits)}) and {beside}, or name the folder to use")
-    logger.warning("%s: %s is taken for a class, as %s are", folder.path, ", ".join(splits), ", ".join(others))
 
 
 def _split_folders(folder: Folder) -> list[Photo] | None:
@@ -219,6 +217,9 @@ def _class_folders(folder: Folder) -> list[Photo] | None:
     loose = [name for name in folder.images if "/" not in name]
     if len(folder.sub_folders) < 2 or 2 * len(loose) > len(folder.images):
         return None
+    for name in folder.sub_folders:
+        if name.lower() in SPLITS:
+            logger.warning("%s: %s is taken for a class, like the folders beside it", folder.path, name)
     for name in loose:
         folder.left_out[portable(name)] = "beside the class folders, so it has no class"
     return _in_classes(folder)

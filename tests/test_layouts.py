@@ -201,7 +201,7 @@ def test_a_test_split_is_never_a_class(tmp_path, caplog):
     (tmp_path / "metadata.csv").unlink()
     shutil.rmtree(tmp_path / "test")
     assert recognise(tmp_path).layout == "class folders"
-    assert "train is taken for a class, as unlabeled are" in caplog.text
+    assert "train is taken for a class, like the folders beside it" in caplog.text
 
 
 @pytest.mark.parametrize(
