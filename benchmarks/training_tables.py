@@ -38,6 +38,7 @@ ERRORS = ("cifar10_32_screen", "cifar10_32_small_first")
 # Races of our methods against uniform timesteps, and what they are of.
 OUR_METHODS = ("log_snr", "saturating_bound", "small_first")
 OUR_RACES = {
+    "digits": "digits, 8x8",
     "cifar10_16_ideas": "CIFAR-10, 16x16",
     "cifar10_16_screen": "CIFAR-10, 16x16",
     "cifar10_16_long": "CIFAR-10, 16x16",
