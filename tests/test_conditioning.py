@@ -357,7 +357,10 @@ class TwoMilestones(Milestones):
         self.writer = SimpleNamespace(finish=lambda state: None)
         self.writer.save = lambda state, with_snapshot: self.saved.append(state.step)
         tracking = SimpleNamespace(
-            paused=nullcontext, clock=SimpleNamespace(train_seconds=1.0), log_timesteps=lambda state: None
+            paused=nullcontext,
+            clock=SimpleNamespace(train_seconds=1.0),
+            log_timesteps=lambda state: None,
+            flush=lambda: None,
         )
         self.run = SimpleNamespace(tracking=tracking)
         self.processes = SimpleNamespace(count=2, is_main=True, device=torch.device("cpu"), barrier=lambda: None)

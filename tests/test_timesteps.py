@@ -378,7 +378,7 @@ def test_options_reach_their_sampler_and_weighting():
         (["--timestep_sampler=ats", "--stratified"], "--stratified: ats does not draw from one density"),
         (["--timestep_sampler=speed", "--speed_tau=2000"], "--timestep_sampler speed: tau 2000: must be from 1 to"),
         (["--timestep_sampler=edm", "--edm_std=0"], "--edm_std 0.0: must be greater than 0"),
-        (["--loss_weighting=speed", "--prediction_type=sample"], "--loss_weighting speed: is defined for epsilon"),
+        (["--loss_weighting=speed", "--prediction_type=sample"], "--loss_weighting speed: is only defined for epsilon"),
         (["--loss_weighting=speed", "--speed_lambda=5"], "--speed_lambda 5.0: must be from 0 to 1"),
     ],
 )
