@@ -112,6 +112,7 @@ class Session:
         try:
             with closing(appearing(self.run, self.options.weights, self.processes)) as models:
                 for model in models:
+                    self._check_table([model])
                     self._measure_models([model])
                     steps.append(model.step)
         except Interrupted as stop:
@@ -158,7 +159,6 @@ class Session:
                     f"--keep_best {CONDITION_ACCURACY.name}: is not measured here, where images have free captions or "
                     f"their labels are missing; choose another metric"
                 )
-        self._check_table(models)
 
         sets = [range(number * count, (number + 1) * count) for number in range(options.repeats)]
         jobs = [replace(job, condition=condition) for job in jobs for condition in self.conditions]

@@ -30,7 +30,7 @@ SHOWN = 16  # images in a GIF or beside their neighbours
 FRAMES = 50
 ESTIMATES = 12  # of each image in progressive.png
 INTERPOLATED = 11
-ROWS = ("interpolation-*.png", "between-*.png")  # the files of the two interpolations
+INTERPOLATIONS = ("interpolation-*.png", "between-*.png")  # the files that the two of them write
 IMAGES_COMPARED_AT_ONCE = 1024
 
 Compared = tuple[TrainingConfig, ImageSource]  # training images, which have been found and not been decoded

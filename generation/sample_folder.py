@@ -28,7 +28,7 @@ from generation.generate_options import (
     seeds_of,
 )
 from generation.methods import METHOD_SETTINGS
-from generation.pictures import ROWS, save_grid
+from generation.pictures import INTERPOLATIONS, save_grid
 from generation.writers import IMAGES_PER_FOLDER, WRITERS, WRITTEN, ImageWriter, one_line_if_unwritable
 from run_folder.folder import GENERATED, NEAREST, RECORD
 
@@ -83,13 +83,14 @@ class SampleFolder:
         with user_errors(f"--output_dir {self.path}: cannot be written", OSError):
             found = {entry.name: entry for entry in self.path.iterdir()} if check_folder(self.path) else {}
             # A call that drew one picture, or was killed at once, leaves nothing that stands in the way.
-            passing = [name for name in found if any(fnmatch(name, kind) for kind in (LOCK_FILE, ".*.tmp", *ROWS))]
-            if len(passing) == len(found):
+            passing = (LOCK_FILE, ".*.tmp", *INTERPOLATIONS)
+            others = sorted(name for name in found if not any(fnmatch(name, kind) for kind in passing))
+            if not others:
                 return None
             if RECORD not in found:
                 raise UnusableFolder(
                     f"--output_dir {self.path}: holds files that are not generated images "
-                    f"({', '.join(sorted(found.keys() - {*passing})[:3])}); choose an empty or new folder"
+                    f"({', '.join(others[:3])}); choose an empty or new folder"
                 )
             lock(self.path)
             if self.options.overwrite:
@@ -239,8 +240,8 @@ def complete_folders(
         logger.info("%d of %d images are missing", missing, sum(len(folder.seeds) for folder in folders))
         if kept and batch_size <= SMALLEST_BATCH < largest_worth_measuring(missing):
             logger.warning(
-                "The remaining images are made in batches of %d, like those that are there, so that their bits do not "
-                "depend on what was made first; in an empty folder the fastest size would be measured",
+                "The remaining images are made in batches of %d, like those that are there, so that one image more or "
+                "less changes no bit of another; in an empty folder the fastest size would be measured",
                 batch_size,
             )
         generated = generate(batches, processes, settings)  # nothing is written before that has begun

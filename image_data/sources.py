@@ -304,7 +304,7 @@ def _list_split(name: str, folders: list[ImagesOfFolder], root: str, features: "
 def folders_with_images(path: str, on_bad_image: str) -> list[ImagesOfFolder]:
     """Return all folders with images in and below one; raise, or warn, for what cannot be read."""
     found, unread = _search(path)
-    leave_out(unread, on_bad_image)
+    _leave_out(unread, on_bad_image)
     return found
 
 
@@ -328,7 +328,7 @@ def _search(path: str) -> tuple[list[ImagesOfFolder], list[str]]:
         for name in files:
             suffix = os.path.splitext(name)[1].lower()
             is_plain &= name not in TABLES and suffix != ".zip"
-            if reason := why_unread(os.path.join(folder, name), ImageFolder.EXTENSIONS):
+            if reason := _why_unread(os.path.join(folder, name), ImageFolder.EXTENSIONS):
                 unread.append(reason)
             elif suffix in ImageFolder.EXTENSIONS and not name.startswith("."):
                 images.append(name)
@@ -337,7 +337,7 @@ def _search(path: str) -> tuple[list[ImagesOfFolder], list[str]]:
     return sorted(found, key=lambda each: each.path), unread
 
 
-def why_unread(file: str, read: Collection[str]) -> str | None:
+def _why_unread(file: str, read: Collection[str]) -> str | None:
     """Name a file that has the name of an image and cannot be read as one, with the reason."""
     suffix, name = os.path.splitext(file)[1].lower(), os.path.basename(file)
     if suffix not in IMAGE_SUFFIXES or name.startswith("."):
@@ -348,7 +348,7 @@ def why_unread(file: str, read: Collection[str]) -> str | None:
     return None if os.path.isfile(file) else f"{printable(file)} (not a regular file)"
 
 
-def leave_out(unread: list[str], on_bad_image: str) -> None:
+def _leave_out(unread: list[str], on_bad_image: str) -> None:
     """Say which files are not used, or raise if none may be left out."""
     if not unread:
         return

@@ -137,8 +137,10 @@ def _table_of_images(folder: Folder) -> list[Photo] | None:
             if SPLIT_COLUMN in columns:
                 split = SPLITS.get(str(row.get(SPLIT_COLUMN)).strip().lower())
                 if split is None:
-                    where = f"{printable(str(table))} line {number}: {SPLIT_COLUMN} {row.get(SPLIT_COLUMN)!r}"
-                    raise UserError(f"{where}: must be train, validation or test; rename it if it is another thing")
+                    raise UserError(
+                        f"{printable(str(table))} line {number}: {SPLIT_COLUMN} {row.get(SPLIT_COLUMN)!r}: must be "
+                        "train, validation or test; rename the column if it means something else"
+                    )
             photo = _photo(folder, on_disk.get(portable(name), name), label)
             photos.append(replace(photo, caption=caption, split=split))
     for name in sorted(set(on_disk) - {photo.name for photo in photos}):

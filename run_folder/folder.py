@@ -260,7 +260,7 @@ def _size(count: float) -> str:
     return f"{count / 2**30:.1f} GB" if count >= 2**30 else f"{count / 2**20:.0f} MB"
 
 
-def check_output_dir(config: TrainingConfig, is_main: bool) -> None:
+def check_output_dir(config: TrainingConfig) -> None:
     """Raise, before the work starts, if the run could not be written or would overwrite something else."""
     path = Path(config.output_dir)
     if not check_folder(path):
@@ -278,7 +278,7 @@ def check_output_dir(config: TrainingConfig, is_main: bool) -> None:
             raise UserError(
                 f"--output_dir {path}: holds files that are not of a run ({listed}); choose an empty or new folder"
             )
-    elif is_main and without_repeating(config).resume_from_checkpoint == "none" and not config.overwrite:
+    elif config.resume_from_checkpoint == "none" and not config.overwrite:
         raise UserError(
             f"--output_dir {path} holds a run already; continue it with --resume_from_checkpoint latest, "
             f"delete it with --overwrite, or choose another folder"

@@ -42,6 +42,7 @@ from run_folder.folder import (
     go_on_from,
     open_run,
     total_batch_of_run,
+    without_repeating,
 )
 from run_folder.publish import check_push, publish
 from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
@@ -202,8 +203,9 @@ class Run:
 
 def check_before_work(config: TrainingConfig, processes: Processes) -> None:
     """Raise, before any image is decoded, for every mistake that can already be recognised."""
+    # The main process tells whether this is a restart: on another machine the job may have another name.
+    check_output_dir(processes.broadcast(without_repeating(config) if processes.is_main else None))
     resolve_batch_sizes(with_total_of_run(config, processes), processes.count)
-    check_output_dir(config, processes.is_main)
     if config.train_data_dir is not None:
         check_images_are_no_samples(config)
     check_network(config)
