@@ -73,7 +73,10 @@ def machine() -> Iterator[Finding]:
     wanted = ".".join(map(str, OLDEST_PYTHON))
     too_old = sys.version_info < OLDEST_PYTHON
     yield "python", f"{platform.python_version()} on {platform.platform()}", f"needs {wanted}" if too_old else ""
-    yield "packages", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES), ""
+    installed = {name: version_of(name) for name in PACKAGES}
+    missing = [name for name, version in installed.items() if version is None]
+    found = ", ".join(f"{name} {version or 'missing'}" for name, version in installed.items())
+    yield "packages", found, "pip install -r requirements.lock" if missing else ""
 
     memory = f"{usable_memory_gb():.0f} GB of memory"
     yield "processor", f"{usable_cores():g} cores, {torch.get_num_threads()} threads, {memory}", ""
@@ -86,6 +89,13 @@ def machine() -> Iterator[Finding]:
     free = shutil.disk_usage(".").free / 1e9
     low = f"the checkpoints of a run of the paper's network take {ENOUGH_DISK_GB} GB" if free < ENOUGH_DISK_GB else ""
     yield "disk", f"{free:,.0f} GB free here", low
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def usable_memory_gb() -> float:

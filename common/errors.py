@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 
 from common.interruption import EXIT_INTERRUPTED, Interrupted, catch_signals, release_signals
 
@@ -38,6 +38,27 @@ class RunFailed(UserError):
     """A run that started well and cannot go on: what happened, and what is left of it."""
 
     exit_code = 1
+
+
+def end_for_missing_package(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End a script that cannot even be imported, which is what happens outside the project's environment."""
+    if not isinstance(error, ModuleNotFoundError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    say(f"error: {missing_package(error)}")
+    sys.exit(UserError.exit_code)
+
+
+# Every script imports this module first.
+sys.excepthook = end_for_missing_package
+
+
+def missing_package(error: ModuleNotFoundError) -> UserError:
+    """Say which Python has no package of this name; usually it is not that of the project's environment."""
+    return UserError(
+        f"{sys.executable} has no package {error.name}: activate the project's environment (source .venv/bin/activate),"
+        f" or install it with pip install -r requirements.lock"
+    )
 
 
 @contextmanager
@@ -65,6 +86,8 @@ def run_script(main: Callable[[], None]) -> None:
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # whoever met it first
             error = UserError(f"{error.filename}: this name is too long for a file or folder")
+        if isinstance(error, ModuleNotFoundError):
+            error = missing_package(error)
         if isinstance(error, PermissionError) and error.filename:
             error = UserError(f"{error.filename}: no permission to use this file or folder")
         if os.environ.get("EXACT_DDPM_DEBUG") == "1":

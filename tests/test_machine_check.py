@@ -1,5 +1,9 @@
 """check.py: what it says of a machine, and of a script that fails on it."""
 
+import subprocess
+import sys
+
+import pytest
 from conftest import run_script
 
 import check
@@ -48,3 +52,20 @@ def test_all_of_it(monkeypatch, tmp_path, capsys):
     ]  # fmt: skip
     assert ran[2][2]["generated"] == tmp_path / "run" / "check" / "images"
     assert "This machine is ready." in capsys.readouterr().out
+
+
+def test_a_package_that_is_missing_is_told(monkeypatch):
+    monkeypatch.setattr(check, "PACKAGES", ("torch", "no-such-package"))
+    findings = {what: (found, advice) for what, found, advice in check.machine()}
+    assert findings["packages"][0].endswith("no-such-package missing")
+    assert findings["packages"][1] == "pip install -r requirements.lock"
+
+
+@pytest.mark.parametrize("script", ["check.py", "evaluate.py", "train_unconditional.py", "visualize.py"])
+def test_outside_the_environment_a_script_says_so_in_one_line(script):
+    # -S leaves out the installed packages.
+    done = subprocess.run([sys.executable, "-S", check.ROOT / script], capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{script}: error: {sys.executable} has no package ")
+    assert line.endswith("or install it with pip install -r requirements.lock")
