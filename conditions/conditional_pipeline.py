@@ -35,6 +35,11 @@ def guide(
     return guided
 
 
+def most_tokens(tokenizer, text_encoder) -> int:
+    """Return how many tokens of a prompt are encoded; what follows is left out."""
+    return min(tokenizer.model_max_length, getattr(text_encoder.config, "max_position_embeddings", 512))
+
+
 @torch.no_grad()
 def encode_prompts(
     tokenizer, text_encoder, prompts: list[str], device: torch.device
@@ -44,7 +49,7 @@ def encode_prompts(
     The encoder computes on the device; the result is on the host. Only prompts of the same number of tokens are
     encoded together, without padding, so that the states of one do not depend on the others.
     """
-    longest = min(tokenizer.model_max_length, getattr(text_encoder.config, "max_position_embeddings", 512))
+    longest = most_tokens(tokenizer, text_encoder)
     tokens = tokenizer(prompts, truncation=True, max_length=longest)["input_ids"]
     lengths = torch.tensor([len(ids) for ids in tokens])
     mask = torch.arange(lengths.max()) < lengths[:, None]
@@ -96,12 +101,19 @@ class ClassConditionalDDPMPipeline(ConditionalDDPMPipeline):
         self.register_modules(unet=unet, scheduler=scheduler)
         self.register_to_config(id2label=id2label)
 
-    def __call__(self, class_labels: list[str | int], guidance_scale: float = 1.0, **sampling) -> ImagePipelineOutput:
+    def __call__(
+        self, class_labels: str | int | list[str | int], guidance_scale: float = 1.0, **sampling
+    ) -> ImagePipelineOutput:
         """Draw the images. `sampling`: guidance_rescale, num_inference_steps, generator, output_type."""
         numbers = {name: int(number) for number, name in (self.config.id2label or {}).items()}
-        wanted = [numbers[label] if isinstance(label, str) else label for label in class_labels]
-        labels = torch.tensor(wanted, device=self._execution_device)
-        none = torch.full_like(labels, self.unet.config.num_class_embeds - 1)  # the last one stands for no class
+        classes = self.unet.config.num_class_embeds - 1  # the last row stands for no class
+        wanted = [class_labels] if isinstance(class_labels, str | int) else class_labels
+        for label in wanted:
+            if label not in numbers and not (isinstance(label, int) and 0 <= label < classes):
+                names = f", or one of {', '.join(numbers)}" if numbers else ""
+                raise ValueError(f"class_labels: {label!r} is no class; give a number from 0 to {classes - 1}{names}")
+        labels = torch.tensor([numbers.get(label, label) for label in wanted], device=self._execution_device)
+        none = torch.full_like(labels, classes)
         return self._sample(({"class_labels": labels}, {"class_labels": none}), guidance_scale, **sampling)
 
 

@@ -225,6 +225,7 @@ def encoded(prompts: list[str], text_encoder: TextEncoder) -> CaptionTable:
             return EncodedCaptions(text_encoder.encode_once(prompts, default_cache_dir()))
         except UserError as error:
             logger.warning("%d prompts are kept in memory: %s", len(prompts), error)
+    text_encoder.warn_of_long(prompts)
     states, mask = text_encoder.encode(prompts)
     return lambda rows: (states[rows], mask[rows])
 
@@ -238,7 +239,7 @@ def unknown_words(texts: Iterable[str], condition: dict[str, Any] | None) -> lis
 def read_prompts(file: str) -> list[str]:
     """Read a prompt from each line that is not blank."""
     with user_errors(f"--prompts_file {file}: cannot be read", OSError, UnicodeDecodeError):
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise UserError(f"--prompts_file {file}: there is no prompt in it")

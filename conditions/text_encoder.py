@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from common.errors import UserError, reason_of, reason_of_hub, user_errors
 from common.files import check_layers, load_safetensors, save_safetensors, sha256
 from common.progress import progress_bar
-from conditions.conditional_pipeline import encode_prompts
+from conditions.conditional_pipeline import encode_prompts, most_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -106,16 +106,30 @@ class TextEncoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash everything that affects how captions are encoded; where the encoder was loaded from does not."""
+        """Hash everything that affects how captions are encoded; where the encoder was loaded from does not.
+
+        Nor do the names and the order of its weights, which have changed between versions of transformers.
+        """
         digest = hashlib.blake2b(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode(), digest_size=16)
-        for name, tensor in self.encoder.state_dict().items():
-            digest.update(name.encode())
-            digest.update(tensor.cpu().contiguous().numpy())
+        for of_weight in sorted(map(_digest_of, self.encoder.parameters())):
+            digest.update(of_weight)
         return digest.hexdigest()
 
     def encode(self, captions: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return token states and mask as `encode_prompts` does."""
         return encode_prompts(self.tokenizer, self.encoder, captions, self.encoder.device)
+
+    def warn_of_long(self, captions: list[str]) -> None:
+        """Say how many captions are too long for the encoder, which leaves out their ends."""
+        most = most_tokens(self.tokenizer, self.encoder)
+        lengths = map(len, self.tokenizer(captions, verbose=False)["input_ids"])
+        long = [caption for caption, length in zip(captions, lengths, strict=True) if length > most]
+        if long:
+            logger.warning(
+                "%d of %d texts are longer than the %d tokens that the text encoder reads; it leaves out their ends. "
+                "The first: %s ...",
+                *(len(long), len(captions), most, " ".join(long[0].split())[:80]),
+            )
 
     def encode_once(self, captions: list[str], cache_dir: Path) -> Path:
         """Encode captions into a file for `EncodedCaptions`, unless it is there already."""
@@ -130,6 +144,7 @@ class TextEncoder:
                 logger.warning("%s is made again: %s", path, reason_of(error))
             else:
                 return path
+        self.warn_of_long(captions)
         states, offsets = [], [torch.zeros(1, dtype=torch.int64)]
         with progress_bar(total=len(captions), desc="Encoding captions", unit="captions") as bar:
             for start in range(0, len(captions), ENCODED_AT_A_TIME):
@@ -140,6 +155,12 @@ class TextEncoder:
         with user_errors(f"--cache_dir {cache_dir}: the encoded captions cannot be written there", OSError):
             save_safetensors({"states": torch.cat(states), "offsets": torch.cat(offsets)}, path)
         return path
+
+
+def _digest_of(weight: torch.Tensor) -> bytes:
+    digest = hashlib.blake2b(str(tuple(weight.shape)).encode(), digest_size=16)
+    digest.update(weight.detach().cpu().contiguous().numpy())
+    return digest.digest()
 
 
 class EncodedCaptions:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import losses_of, metrics_of
 from datasets import ClassLabel
-from diffusers import UNet2DConditionModel, UNet2DModel
+from diffusers import DiffusionPipeline, UNet2DConditionModel, UNet2DModel
 from safetensors.torch import load_file
 from test_training import assert_same_checkpoint
 
@@ -208,6 +208,22 @@ def test_captions_are_encoded_once(text_encoder, tmp_path, monkeypatch):
     for other, captions in ((encoder, ["", "eight"]), (another, ["", "seven"])):
         with pytest.raises(pytest.fail.Exception):
             other.encode_once(captions, tmp_path)
+
+
+def test_an_encoder_is_the_same_whatever_its_weights_are_called(text_encoder):
+    """In transformers 5.6 CLIP's text encoder lost a level of names: a run of before must still find its encoder."""
+    encoder, renamed = TextEncoder(str(text_encoder), CPU), TextEncoder(str(text_encoder), CPU)
+    renamed.encoder = torch.nn.ModuleDict({"text_model": renamed.encoder})
+    assert renamed.fingerprint == encoder.fingerprint
+
+
+def test_texts_that_are_cut_are_told(text_encoder, tmp_path, caplog):
+    encoder = TextEncoder(str(text_encoder), CPU)
+    encoder.encode_once(["seven", "a " * 20, "the digit one"], tmp_path)
+    assert "1 of 3 texts are longer than the 8 tokens that the text encoder reads" in caplog.text
+    caplog.clear()
+    encoder.encode_once(["seven", "the digit one"], tmp_path)
+    assert not caplog.text
 
 
 def test_the_half_of_clip_that_reads(text_encoder, tmp_path):
@@ -438,6 +454,14 @@ def test_a_run_folder_is_a_pipeline_without_this_project(class_run, text_run, tm
         assert all(one != two for one, two in zip(drawn[2][:2], guided[2][:2], strict=True))
     # The empty prompt is what guidance leads away from.
     assert by_text[2][2] == by_text_guided[2][2]
+
+
+def test_a_pipeline_by_class_knows_its_classes(class_run, tmp_path):
+    pipeline = DiffusionPipeline.from_pretrained(class_run, trust_remote_code=True)
+    for label in (10, -1, "ten", ["3", "ten"]):
+        with pytest.raises(ValueError, match=r"is no class; give a number from 0 to 9, or one of 0, 1, 2"):
+            pipeline(label)
+    assert len(pipeline("3", num_inference_steps=1).images) == 1
 
 
 def test_the_packaged_encoder():
