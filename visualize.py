@@ -6,14 +6,14 @@ python visualize.py --timestep_sampler my_sampler.py:MySampler
 python visualize.py runs/cifar10
 """
 
-import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, get_args, get_type_hints
 
-from common.errors import UserError, run_script, user_errors
-from common.files import first_existing
+from common.errors import UserError, run_script
+from common.files import check_folder, make_folder
 from common.options import LARGEST_INT, RESOLUTION, ConfigOptions, from_to, names_flag, option, parse_options, section
 from run_folder.config import DiffusionOptions, TrainingConfig, check_timestep_sampler, is_own_sampler
 from run_folder.folder import FIGURES
@@ -38,6 +38,7 @@ class PictureOptions:
     output_dir: str | None = option(
         None, "Folder for the pictures (default: figures in the run's folder, or here if no run is given)."
     )
+    cache_dir: str | None = option(None, "Folder for downloaded data (default: the cache of datasets).")
     seed: int = option(0, "Random seed of the noise.", from_to(0, LARGEST_INT), not_with="run_dir")
 
 
@@ -49,7 +50,6 @@ class DissolvingOptions:
     dataset_config_name: str | None = option(None, "Which configuration of the data set to use, if it has several.")
     train_data_dir: str | None = option(None, "Folder of images, instead of --dataset_name.")
     image_column: str | None = option(None, "Column with the images (default: the only one there is).")
-    cache_dir: str | None = option(None, "Folder for downloaded data (default: the cache of datasets).")
     num_images: int = option(4, "Number of images, evenly spread over the data set.", from_to(1, 1024))
     resolution: int = option(
         32, "Size in pixels; images of other sizes are resized and cropped at the centre.", RESOLUTION
@@ -96,13 +96,8 @@ def parse(arguments: list[str]) -> Options:
 def make_output_dir(options: Options) -> Path:
     """Make the folder of the pictures; raise if it cannot be written."""
     path = Path(options.output_dir or Path(options.run_dir or "", FIGURES))
-    existing = first_existing(path)
-    if not existing.is_dir():
-        raise UserError(f"--output_dir {path}: {existing} is a file, not a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--output_dir {path}: no permission to write in {existing}")
-    with user_errors(f"--output_dir {path}: cannot be made", OSError):
-        path.mkdir(parents=True, exist_ok=True)
+    check_folder(path)
+    make_folder(path)
     return path
 
 
@@ -113,7 +108,7 @@ def main() -> None:
         print(picture)
 
 
-def draw_diffusion(options: Options) -> list[Path]:
+def draw_diffusion(options: Options) -> Iterator[Path]:
     """Draw the schedules on images and as curves, every timestep sampler, and every loss weighting."""
     from image_data.sources import DIGITS, load_images
     from schedulers.ddpm import build_scheduler
@@ -126,38 +121,35 @@ def draw_diffusion(options: Options) -> list[Path]:
     samplers = diffusion.build_samplers(schedulers, options.timestep_sampler)
     folder = make_output_dir(options)
     frames = dissolving.dissolving_frames(images, schedulers, options.seed)
-    return [
-        dissolving.save_animation(frames, folder / "dissolving.gif"),
-        diffusion.draw_betas(schedulers, folder / "beta.png"),
-        diffusion.draw_snr(schedulers, folder / "snr.png"),
-        diffusion.draw_samplers(samplers, options.seed, folder / "timestep_samplers.png"),
-        diffusion.draw_weightings(schedulers, folder / "loss_weights.png"),
-    ]
+    yield dissolving.save_animation(frames, folder / "dissolving.gif")
+    yield diffusion.draw_betas(schedulers, folder / "beta.png")
+    yield diffusion.draw_snr(schedulers, folder / "snr.png")
+    yield diffusion.draw_samplers(samplers, options.seed, folder / "timestep_samplers.png")
+    yield diffusion.draw_weightings(schedulers, folder / "loss_weights.png")
 
 
-def draw_run(options: Options) -> list[Path]:
+def draw_run(options: Options) -> Iterator[Path]:
     """Draw which timesteps a run trained on, how it fared on them and on mean colours, and how its samples changed."""
     from visualization import dissolving, mean_colour, run_curves
 
     run = Path(options.run_dir)
     config, metrics = run_curves.read_run(run, options.timestep_sampler)
+    config.cache_dir = options.cache_dir
     densities, (timesteps, bins) = run_curves.read_densities(run, config), run_curves.read_timesteps(run, config)
     frames, parts = run_curves.read_samples(run), mean_colour.read_parts(run, config)
     folder = make_output_dir(options)
-    pictures = [run_curves.draw_losses_by_quarter(metrics, config.ddpm_num_steps, folder / "loss_by_quarter.png")]
+    yield run_curves.draw_losses_by_quarter(metrics, config.ddpm_num_steps, folder / "loss_by_quarter.png")
     if timesteps:
         file = folder / "timesteps_over_log_snr.png"
-        pictures.append(run_curves.draw_over_log_snr(timesteps, bins, config.timestep_sampler, file))
+        yield run_curves.draw_over_log_snr(timesteps, bins, config.timestep_sampler, file)
     if densities:
-        pictures.append(run_curves.draw_densities(densities, config.timestep_sampler, folder / "timestep_density.png"))
+        yield run_curves.draw_densities(densities, config.timestep_sampler, folder / "timestep_density.png")
     if any(run_curves.EFFECTIVE_SAMPLE_SIZE in line for line in metrics):
-        pictures.append(run_curves.draw_effective_sample_size(metrics, folder / "effective_sample_size.png"))
-    if parts is not None:
-        pictures.append(mean_colour.draw_mean_colour(*parts, folder / "mean_colour.png"))
+        yield run_curves.draw_effective_sample_size(metrics, folder / "effective_sample_size.png")
     if len(frames) > 1:
-        file, milliseconds = folder / "samples_over_steps.gif", run_curves.MILLISECONDS
-        pictures.append(dissolving.save_animation(frames, file, milliseconds))
-    return pictures
+        yield dissolving.save_animation(frames, folder / "samples_over_steps.gif", run_curves.MILLISECONDS)
+    if parts is not None:  # last, because it runs the network
+        yield mean_colour.draw_mean_colour(*parts, folder / "mean_colour.png")
 
 
 if __name__ == "__main__":

@@ -58,13 +58,14 @@ def test_clipping_is_left_out_also_where_a_pipeline_does_not_mention_it(flat_ima
 
 def test_to_say_the_mean_of_all_images_is_an_error_of_the_variance(flat_images):
     known, scheduler = MeanColours.of_images(flat_images), build_scheduler(prediction_type="sample")
-    constant = known.mean[:, None, None].expand(len(flat_images), 3, 4, 4)
-    found = colour_errors(lambda x_t, t: constant, scheduler, flat_images, TIMESTEPS)
+    constant = known.mean[:, None, None]
+    found = colour_errors(lambda x_t, t: constant.expand(x_t.shape), scheduler, flat_images, TIMESTEPS)
     assert found["predicted"] / known.covariance.trace() == pytest.approx([1.0] * len(TIMESTEPS), rel=1e-3)
 
 
-def test_a_small_error_of_the_noise_is_a_large_one_of_the_colour(flat_images):
+def test_a_small_error_of_the_noise_is_a_large_one_of_the_colour(flat_images, monkeypatch):
     """At the end x_0 is what is left of x_t over sqrt(a_t): 0.01 too little noise is 1.6 in every channel."""
+    monkeypatch.setattr(mean_colour, "MEASURED_AT_ONCE", len(flat_images))
     noise = {
         t: standard_normal(NOISE_KEY, torch.arange(len(flat_images)), t, (3, 4, 4)).double() for t in TIMESTEPS.tolist()
     }
@@ -72,6 +73,12 @@ def test_a_small_error_of_the_noise_is_a_large_one_of_the_colour(flat_images):
     a_t = SCHEDULER.alphas_cumprod[TIMESTEPS]
     torch.testing.assert_close(found["predicted"], 3 * 1e-4 * (1 - a_t) / a_t, rtol=1e-2, atol=1e-9)
     assert found["clipped"][-1] < found["predicted"][-1] / 2
+
+
+def test_few_images_pass_through_the_network_at_once(flat_images):
+    seen = []
+    colour_errors(lambda x_t, t: seen.append(len(x_t)) or x_t, SCHEDULER, flat_images[:64], TIMESTEPS[:1])
+    assert seen == [8] * 8
 
 
 def test_a_run_is_drawn(train, tmp_path, monkeypatch, capsys):

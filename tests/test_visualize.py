@@ -402,10 +402,27 @@ def test_the_samples_of_a_run_become_a_gif(run_folder, monkeypatch, capsys):
         draw(monkeypatch, f"--run_dir={run_folder}")
 
 
-def test_a_run_that_cannot_be_drawn_says_why(run_folder, monkeypatch):
+def test_a_damaged_checkpoint_is_left_out_of_the_pictures(run_folder, monkeypatch, capsys):
     (run_folder / "checkpoint-20" / "sampler.safetensors").write_bytes(b"cut off")
-    with pytest.raises(UserError, match=r"checkpoint-20 is damaged: sampler\.safetensors is not what was written"):
-        draw(monkeypatch, f"--run_dir={run_folder}")
+    draw(monkeypatch, f"--run_dir={run_folder}")
+    assert "checkpoint-20 is left out, because it is damaged: sampler.safetensors is not" in capsys.readouterr().err
+    assert (run_folder / "figures" / "timestep_density.png").exists()
+
+
+def test_quarters_are_named_as_the_training_counts_them(tmp_path, drawn):
+    lines = [{"step": 1, **{f"loss_q{quarter}": 1 for quarter in range(4)}}]
+    run_curves.draw_losses_by_quarter(lines, 50, tmp_path / "losses.png")
+    quarters = torch.arange(50) * 4 // 50
+    edges = [(quarters == quarter).nonzero().flatten()[[0, -1]].tolist() for quarter in range(4)]
+    assert list(curves(drawn[0].axes[0])) == [f"{first} to {last}" for first, last in edges]
+
+
+def test_a_run_takes_a_folder_for_downloads(run_folder, monkeypatch, tmp_path):
+    draw(monkeypatch, f"--run_dir={run_folder}", f"--cache_dir={tmp_path / 'cache'}")
+    assert (run_folder / "figures" / "loss_by_quarter.png").exists()
+
+
+def test_a_run_that_cannot_be_drawn_says_why(run_folder, monkeypatch):
     write_files(run_folder / "checkpoint-20", {"sampler.safetensors": {"other": torch.zeros(1)}})
     with pytest.raises(UserError, match=r"checkpoint-20/sampler\.safetensors does not fit the timestep sampler"):
         draw(monkeypatch, f"--run_dir={run_folder}")

@@ -12,6 +12,7 @@ import torch
 
 from common.errors import UserError, say
 from common.plots import COLOURS, NOTE, drawing
+from common.progress import progress_bar
 from common.randomness import derive_seed, standard_normal
 from image_data.sources import load_images, splits_of
 from run_folder.config import TrainingConfig
@@ -23,6 +24,7 @@ from visualization.dissolving import decode_images
 KNOWN_IMAGES = 512  # whose mean colours say how much these vary
 MEASURED_IMAGES = 64
 TIMESTEPS = 25
+MEASURED_AT_ONCE = 8  # images: enough to keep a device busy, few enough for the memory beside a training
 NOISE_KEY = derive_seed("mean colour")
 LOUDEST = "#D55E00"
 
@@ -63,17 +65,18 @@ def colour_errors(
     """
     rows, errors = torch.arange(len(images), device=images.device), {"predicted": [], "clipped": []}
     unclipped = ExactDDPMScheduler.from_config(scheduler.config, clip_sample=False)
-    for t in timesteps.tolist():
-        noise = standard_normal(NOISE_KEY, rows, t, images.shape[1:])
-        x_t = scheduler.add_noise(images, noise, torch.full_like(rows, t))
-        output = predict(x_t, torch.tensor(t, device=images.device))
-        seen = {
-            "predicted": unclipped.predict_original(output, t, x_t),
-            "clipped": scheduler.predict_original(output, t, x_t),
-        }
-        for name, original in seen.items():
-            errors[name].append((colours_of(original) - colours_of(images)).square().sum(1).mean())
-    return {name: torch.stack(of_all).cpu() for name, of_all in errors.items()}
+    for t in progress_bar(iterable=timesteps.tolist(), desc="Errors of mean colours", leave=False):
+        for part in rows.split(MEASURED_AT_ONCE):
+            noise = standard_normal(NOISE_KEY, part, t, images.shape[1:])
+            x_t = scheduler.add_noise(images[part], noise, torch.full_like(part, t))
+            output = predict(x_t, torch.tensor(t, device=images.device))
+            seen = {
+                "predicted": unclipped.predict_original(output, t, x_t),
+                "clipped": scheduler.predict_original(output, t, x_t),
+            }
+            for name, original in seen.items():
+                errors[name].append((colours_of(original) - colours_of(images[part])).square().sum(1))
+    return {name: torch.cat(of_all).view(len(timesteps), -1).mean(1).cpu() for name, of_all in errors.items()}
 
 
 def read_parts(path: Path, config: TrainingConfig) -> tuple[list[SavedModel], torch.Tensor, str] | None:

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from common.errors import UserError, reason_of, user_errors
+from common.errors import UserError, reason_of, say, user_errors
 from common.options import LARGEST_INT
 from common.plots import drawing, single_panel
 from image_data.decode import UndecodableImage, errors_as_undecodable
@@ -91,7 +91,9 @@ def read_densities(folder: Path, config: TrainingConfig) -> dict[int, torch.Tens
         try:
             verify(checkpoint, (file.name,))
         except InvalidCheckpoint as error:
-            raise UserError(f"{checkpoint} is damaged: {error}; move it away to draw the others") from error
+            if checkpoint.exists():  # a run that is being trained removes old ones
+                say(f"note: {checkpoint} is left out, because it is damaged: {error}")
+            continue
         try:
             sampler.load_state_dict(sampler_state(load_file(file)))
         except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
@@ -182,7 +184,7 @@ def colours_for(values: np.ndarray) -> tuple[dict, dict]:
 
 def draw_losses_by_quarter(metrics: list[dict], num_train_timesteps: int, path: Path) -> Path:
     """Draw loss_q0 .. loss_q3: the error where t is small is not the error where t is large, and moves otherwise."""
-    edges = [quarter * num_train_timesteps // QUARTERS for quarter in range(QUARTERS + 1)]
+    edges = [math.ceil(quarter * num_train_timesteps / QUARTERS) for quarter in range(QUARTERS + 1)]
     title, ylabel = "Mean loss of each quarter of the timesteps", "squared error, unweighted"
     with single_panel(path, title, "step", ylabel, legend_title="timestep $t$", yscale="log") as axes:
         for quarter in range(QUARTERS):
