@@ -57,6 +57,9 @@ def parse(arguments: list[str]) -> Options:
     if options.weights_file is None or options.output_dir is None:
         raise UserError("name a file of weights and a folder: import_weights.py FILE --output_dir FOLDER")
     path, folder = paths_of(options)
+    # A checkpoint of TensorFlow is named by the beginning that its files have in common.
+    if path.with_name(f"{path.name}.index").exists() or path.suffix in (".index", ".meta") or ".data-" in path.name:
+        raise UserError(f"{path} is a TensorFlow checkpoint: turn it into an .npz first, as docs/pretrained.md shows")
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
     if folder.name in ("", "..") or (check_folder(folder) and any(folder.iterdir())):

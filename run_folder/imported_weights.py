@@ -60,7 +60,8 @@ class Project:
 def read_weights(path: Path, kind: str | None) -> Weights:
     """Read the tensors of a file, the moving average if it holds both and `kind` is not "raw"."""
     if path.suffix == ".npz":
-        with user_errors(f"{path} cannot be read", OSError, ValueError, zipfile.BadZipFile), np.load(path) as arrays:
+        damaged = user_errors(f"{path} cannot be read", OSError, ValueError, TypeError, zipfile.BadZipFile)
+        with damaged, np.load(path) as arrays:
             numbers = {name: array for name in arrays.files if (array := arrays[name]).dtype.kind in "fiu"}
             stored = {name: torch.from_numpy(array) for name, array in numbers.items()}
     elif path.suffix == ".safetensors":
@@ -69,8 +70,6 @@ def read_weights(path: Path, kind: str | None) -> Weights:
 
         with user_errors(f"{path} cannot be read", OSError, SafetensorError):
             stored = load_file(path)
-    elif path.suffix in (".index", ".meta") or ".data-" in path.name or path.with_name(f"{path.name}.index").exists():
-        raise UserError(f"{path} is a TensorFlow checkpoint: turn it into an .npz first, as docs/pretrained.md shows")
     else:
         stored = _read_pickle(path)
     return _chosen(stored, path, kind)
@@ -93,8 +92,8 @@ def _chosen(stored: dict, path: Path, kind: str | None) -> Weights:
     """Find the network's tensors among what a training saved."""
     averaged = isinstance(stored.get("ema"), dict) and "shadow" in stored["ema"]  # tqch/ddpm-torch
     in_names = any(str(name).endswith(EMA_SUFFIX) for name in stored)  # TensorFlow
-    if kind == "ema" and not (averaged or in_names):
-        raise UserError(f"--weights ema: {path} does not hold the moving average beside other weights; leave it out")
+    if kind is not None and not (averaged or in_names):
+        raise UserError(f"--weights {kind}: {path} does not hold both moving average and raw weights; leave it out")
     if averaged and kind != "raw":
         stored = stored["ema"]["shadow"]
     elif isinstance(stored.get("model"), dict):
@@ -102,7 +101,7 @@ def _chosen(stored: dict, path: Path, kind: str | None) -> Weights:
     if in_names:
         is_average = kind != "raw"
         stored = {n.removesuffix(EMA_SUFFIX): t for n, t in stored.items() if n.endswith(EMA_SUFFIX) == is_average}
-    return {name.removeprefix("module."): t.float() for name, t in stored.items() if isinstance(t, torch.Tensor)}
+    return {str(name).removeprefix("module."): t.float() for name, t in stored.items() if isinstance(t, torch.Tensor)}
 
 
 # From each project's names to those of the port: down.0.block.1.conv1.weight, mid.attn_1.q.bias, up.2.upsample.conv...

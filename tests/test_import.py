@@ -179,6 +179,24 @@ class TestTheOriginal:
         assert largest_error(import_weights(stored, "--weights=raw"), original) < 1e-5
 
 
+def test_what_is_no_choice_of_weights_is_refused(tmp_path):
+    torch.save({"conv_in.weight": torch.zeros(1), 0: torch.zeros(1)}, tmp_path / "one.pt")
+    with pytest.raises(UserError, match="--weights raw: .*one.pt does not hold both"):
+        run_script("import_weights", str(tmp_path / "one.pt"), f"--output_dir={tmp_path / 'new'}", "--weights=raw")
+    with pytest.raises(UserError, match="conv_in.weight, 0$"):
+        run_script("import_weights", str(tmp_path / "one.pt"), f"--output_dir={tmp_path / 'new'}")
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    (tmp_path / "array.npy").rename(tmp_path / "array.npz")
+    with pytest.raises(UserError, match="array.npz cannot be read"):
+        run_script("import_weights", str(tmp_path / "array.npz"), f"--output_dir={tmp_path / 'new'}")
+
+
+def test_a_checkpoint_of_tensorflow_is_known_by_the_beginning_of_its_name(tmp_path):
+    (tmp_path / "model.ckpt-790000.index").touch()
+    with pytest.raises(UserError, match="model.ckpt-790000 is a TensorFlow checkpoint: turn it into an .npz"):
+        run_script("import_weights", str(tmp_path / "model.ckpt-790000"), f"--output_dir={tmp_path / 'new'}")
+
+
 def improved_weights(scale_shift: bool, out_channels: int) -> dict[str, torch.Tensor]:
     """Names and shapes of improved-diffusion: 32 and 64 channels, attention at the second level, one block a level."""
     shapes = {}
