@@ -407,7 +407,8 @@ def flags_by_option(values: dict[str, object], kind: type) -> dict[str, list[str
             raise UserError(f"{found[own][0]} and {key} are one option: give it once")
         found[own] = (str(key), flags_of(own, value, kind))
     implied = habits()["implied"]
-    implied = {own: value for key in values for own, value in implied.get(str(key).replace("-", "_"), {}).items()}
+    given = [str(key).replace("-", "_") for key, value in values.items() if value is not None]
+    implied = {own: value for name in given for own, value in implied.get(name, {}).items()}
     words_of = {name: [f"--{name}={value}"] for name, value in implied.items()}
     return words_of | {own: words for own, (_, words) in found.items() if words}
 

@@ -9,7 +9,8 @@ from common.errors import UserError
 from common.files import make_folder, write_atomically
 from evaluation.curves import Line, describe_setting, draw, in_words, line_of
 from evaluation.metrics import FD, FID, SECONDS, STEPS, metric_of
-from evaluation.results import METHOD, RESULTS, Row, as_csv, as_text, comparable_rows, read_results
+from evaluation.results import RESULTS, Row, as_csv, as_text, comparable_rows, read_results
+from run_folder.folder import METHOD
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from matplotlib.ticker import ScalarFormatter
 
 from common.plots import NOTE, drawing
 from evaluation.metrics import CONDITION_ACCURACY, FD, FID, FIRST_STEPS, KID, METRICS, SECONDS, SPREAD, Metric
-from evaluation.results import METHOD, Row, comparable_rows, ema_length_of, guidance_scale_of, is_repeated
-from run_folder.folder import is_of_few_images
+from evaluation.results import Row, comparable_rows, ema_length_of, guidance_scale_of
+from run_folder.folder import METHOD, is_of_few_images, is_repeated
 
 FIRST = 25
 LOGARITHMIC_RATIO = 5  # a distance that falls by so much is drawn on a logarithmic axis

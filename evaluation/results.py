@@ -17,8 +17,17 @@ from common.errors import UserError, user_errors
 from common.files import in_turn, write_atomically
 from common.interruption import fault_point
 from evaluation.metrics import METRICS, SPREAD, Metric, metric_of
-from run_folder.folder import BEST_SCORES, FEW_IMAGES, RESULTS, RunFolder, is_of_few_images
-from run_folder.publish import METHOD, log_evaluation, name_of_curves
+from run_folder.folder import (
+    BEST_SCORES,
+    FEW_IMAGES,
+    METHOD,
+    RESULTS,
+    RunFolder,
+    is_of_few_images,
+    is_repeated,
+    without_parts,
+)
+from run_folder.publish import log_evaluation, name_of_curves
 
 if TYPE_CHECKING:
     from run_folder.saved_model import SavedModel
@@ -170,11 +179,6 @@ def repeated(measured: Measured, times: int) -> Measured:
     return replace(measured, settings=" ".join(filter(None, [measured.settings, f"repeats={times}"])))
 
 
-def is_repeated(row: Row) -> bool:
-    """Return whether a row has means over several sets of images, and their standard deviations as spread."""
-    return re.search(r"(^| )repeats=\d+$", str(row["settings"])) is not None
-
-
 def mean_and_spread(parts: list[Row]) -> dict[str, float]:
     """Return mean and standard deviation of every metric over rows of disjoint sets of images."""
     numbers: dict[str, float] = {}
@@ -185,22 +189,6 @@ def mean_and_spread(parts: list[Row]) -> dict[str, float]:
             if metric_of(column).of_samples:
                 numbers[column.replace("@", SPREAD)] = statistics.stdev(values)
     return numbers
-
-
-def without_parts(rows: list[Row]) -> list[Row]:
-    """Leave out rows of a set of images that belongs to several: these are shown by their mean."""
-
-    def of_set(row: Row) -> tuple:
-        settings = re.sub(r" ?repeats=\d+$", "", str(row["settings"]))
-        return settings, *(row[name] for name in IDENTITY if name != "settings")
-
-    means = {of_set(row) for row in rows if is_repeated(row)}
-    parts = (not is_repeated(row) and of_set(row) in means for row in rows)
-    return [
-        row
-        for row, is_part in zip(rows, parts, strict=True)
-        if not is_part and not re.search(r"(^| )seeds=\d+-\d+$", str(row["settings"]))
-    ]
 
 
 def best_scores(rows: list[Row]) -> list[Row]:

@@ -120,7 +120,7 @@ class Session:
         logger.info("The run is complete, and every checkpoint that could be read has been measured")
         # Only now: as long as the training went on, wandb and trackio were its own.
         for step in steps if self.processes.is_main else []:
-            log_evaluation(self.run, curves_at(self.output_dir / results.RESULTS, step), step)
+            log_evaluation(self.run, curves_at(RunFolder(self.output_dir), step), step)
 
     def _check_table(self, models: list[SavedModel]) -> None:
         """Remove rows of these models' earlier weights from the run's table; in another folder they are an error."""

@@ -17,9 +17,9 @@ from common.errors import reason_of, user_errors
 from common.files import copy_by_links, in_turn, replace_folder, write_atomically
 from common.processes import Processes
 from evaluation.metrics import metric_of
-from evaluation.results import METHOD, Measured, Row, find_row
+from evaluation.results import Measured, Row, find_row
 from run_folder.checkpoints import MANIFEST, InvalidCheckpoint, checkpoints, newest, read_file, step_of
-from run_folder.folder import BEST_OF, RunFolder, is_over
+from run_folder.folder import BEST_OF, METHOD, RunFolder, is_over
 from run_folder.saved_model import SavedModel, read_checkpoint
 
 logger = logging.getLogger(__name__)

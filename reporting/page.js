@@ -4,7 +4,6 @@ const runs = JSON.parse(document.getElementById("runs").textContent);
 const several = runs.length > 1;
 const COLOURS = 6, DASHES = ["", "7 4", "2 3"], SVG = "http://www.w3.org/2000/svg";
 const TITLES = { loss: "Loss", lr: "Learning rate", grad_norm: "Gradient norm", images_per_second: "Images per second" };
-const METHOD = ["weights", "sampler", "steps", "settings", "reference", "precision"];
 
 function el(tag, properties = {}, ...children) {
   const node = Object.assign(document.createElement(tag), properties);
@@ -357,7 +356,7 @@ function evaluationCharts() {
       const groups = new Map();
       for (const row of evaluation?.rows || []) {
         if (row.step === null || row[column] === null || row[column] === undefined) continue;
-        const key = METHOD.map((part) => row[part] ?? "").join("\n");
+        const key = evaluation.method.map((part) => row[part] ?? "").join("\n");
         groups.set(key, [...(groups.get(key) || []), row]);
       }
       return [...groups.values()].map((rows, order) => {

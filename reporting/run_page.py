@@ -5,7 +5,6 @@ the page's policy lets the browser run that one script, named by its hash, and l
 """
 
 import base64
-import csv
 import hashlib
 import html
 import json
@@ -15,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, say
 from common.files import printable, write_atomically
 from common.options import LARGEST_INT, values_of
 from image_data.sources import spread
 from run_folder.config import SCHEDULER_OPTIONS, TrainingConfig
-from run_folder.folder import NEAREST, RECORD, RunFolder
+from run_folder.folder import METHOD, NEAREST, RECORD, RunFolder, as_number
 from schedulers.ddpm import build_scheduler
 from schedulers.timestep_samplers import LogSNRBins
 
@@ -61,7 +60,7 @@ def describe_run(run: RunFolder) -> dict:
         "timesteps": read_timesteps(run, config),
         "evaluation": read_evaluation(run),
         "galleries": read_galleries(run),
-        "total_steps": config.max_train_steps,
+        "total_steps": config.max_train_steps if config.max_train_seconds is None else None,  # else nobody knows
     }
 
 
@@ -159,6 +158,9 @@ def read_grids(run: RunFolder) -> list[dict]:
     grids = [grids[-1 - place] for place in reversed(spread(len(grids), MOST_GRIDS))]  # the last is always shown
     while len(grids) > 1 and sum(size_of(path) for _, path in grids) > MOST_BYTES:
         grids = grids[::-2][::-1]
+    for _, path in grids:
+        if size_of(path) > MOST_BYTES:
+            say(f"note: {path} is not on the page, because it has more than {MOST_BYTES // 2**20} MiB")
     pictures = [(step, embed(path)) for step, path in grids]
     return [{"step": step} | picture for step, picture in pictures if picture]
 
@@ -180,38 +182,23 @@ def embed(path: Path) -> dict | None:
 
 def read_evaluation(run: RunFolder) -> dict | None:
     """Read the table of evaluate.py, and the best number of each metric, with what it was measured against."""
-    rows = [row for row in read_table(run.results_file) if " seeds=" not in f" {row.get('settings')}"]  # but their mean
+    rows = run.read_results()
     columns = [name for name in rows[0] if name and "@" in name] if rows else []
     if not columns:
         return None
     for row in rows:
         for name in ("step", "train_seconds", "steps", "num_images", *columns):
             row[name] = as_number(row.get(name))
-    scores = read_table(run.best_scores_file)
-    best = [[row.get("metric"), as_number(row.get("best")), row.get("reference") or ""] for row in scores]
-    return {"columns": columns, "rows": rows, "best": [one for one in best if None not in one]}
-
-
-def read_table(path: Path) -> list[dict]:
-    """Read a CSV file; one that is damaged has no rows."""
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return [{name: cell for name, cell in row.items() if name is not None} for row in csv.DictReader(file)]
-    except (OSError, ValueError, csv.Error):
-        return []
-
-
-def as_number(text: object) -> float | None:
-    try:
-        return value if math.isfinite(value := float(text)) else None
-    except (TypeError, ValueError, OverflowError):
-        return None
+    best = [[row["metric"], as_number(row["best"]), row["reference"]] for row in run.read_best_scores()]
+    return {"columns": columns, "rows": rows, "best": best, "method": METHOD}
 
 
 def read_galleries(run: RunFolder) -> list[dict]:
     """Embed the first images of the folders of generated ones, those of the latest step first."""
     records = {path.parent: read_json(path) for path in run.generated.glob(f"*/{RECORD}")}
-    folders = [(as_number(record.get("step")) or 0, path) for path, record in records.items() if type(record) is dict]
+    steps = {path: record.get("step", 0) for path, record in records.items() if type(record) is dict}
+    # Images of the finished pipeline are of no step.
+    folders = [(math.inf if step is None else as_number(step) or 0, path) for path, step in steps.items()]
     galleries = [describe_gallery(path, records[path]) for _, path in sorted(folders, reverse=True)[:MOST_GALLERIES]]
     return [gallery for gallery in galleries if gallery["images"] or gallery["grid"]]
 

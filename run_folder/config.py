@@ -138,7 +138,7 @@ def owners_of(name: str) -> str:
     return " ".join(owners)
 
 
-@section("timestep samplers and loss weights", on_card=False, only_with=owners_of)
+@section("timestep samplers and loss weights", only_with=owners_of)
 class TimestepOptions:
     """An option that belongs to one sampler or weighting bears its name: `edm_mean` is the `mean` of `edm`."""
 
@@ -624,16 +624,20 @@ def validate_condition(config: ConditionalConfig) -> None:
 
 def settings_of(config: TrainingConfig) -> dict[str, object]:
     """Return the settings that define a run, for a checkpoint to remember."""
-    general = (
-        "timestep_sampler", "timestep_sampler_options", "stratified", "loss_weighting", "loss", "input_perturbation",
-    )  # fmt: skip
-    used = (f"{config.timestep_sampler}_", f"{config.loss_weighting}_")
-    idle = [name for name in facts_of(TimestepOptions) if name not in general and not name.startswith(used)]
-    settings = values_of(config, lambda facts: facts.saved and not facts.may_change)
-    settings = {name: value for name, value in settings.items() if name not in idle}
+    settings = without_idle(values_of(config, lambda facts: facts.saved and not facts.may_change))
     if is_falling(config.lr_scheduler):
         settings["max_train_steps"] = config.max_train_steps
     return settings
+
+
+def without_idle(values: dict[str, object]) -> dict[str, object]:
+    """Leave out the options of timestep samplers and loss weightings that a run does not use."""
+    general = (
+        "timestep_sampler", "timestep_sampler_options", "stratified", "loss_weighting", "loss", "input_perturbation",
+    )  # fmt: skip
+    used = (f"{values['timestep_sampler']}_", f"{values['loss_weighting']}_")
+    idle = [name for name in facts_of(TimestepOptions) if name not in general and not name.startswith(used)]
+    return {name: value for name, value in values.items() if name not in idle}
 
 
 def is_falling(lr_scheduler: str) -> bool:

@@ -12,6 +12,7 @@ import platform
 import re
 import secrets
 import shutil
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -72,6 +73,9 @@ PIPELINE, CARD, SAMPLES, REPORT = "model_index.json", "README.md", "samples", "r
 PROFILE_TRACE, PROFILE_TABLE = "profile.json", "profile.txt"
 FEW_IMAGES = 10_000  # a Fréchet distance of fewer is far above that of many
 RESULTS, BEST_SCORES, PICTURES = "evaluation_results.csv", "best_scores.csv", "*_vs_*.png"
+# Two rows of results are on one line if they agree in these columns and in the number of images.
+METHOD = ("weights", "sampler", "steps", "settings", "reference", "reference_fingerprint", "precision")
+SCORES = ("metric", "best", "step", "weights", "sampler", "steps", "settings", "reference")  # shown of the best
 # A folder of generated images; in a run they are below `generated`.
 GENERATED, RECORD, NEAREST = "generated", "samples.json", "nearest.json"
 LIKELIHOOD_TABLE, LIKELIHOODS, FIGURES = "likelihood.csv", "likelihood", "figures"
@@ -168,6 +172,15 @@ class RunFolder:
         """Read what the timesteps did, by bin of log-SNR: a line for each one of metrics."""
         return read_lines(self.timesteps_file)
 
+    def read_results(self) -> list[dict[str, str]]:
+        """Read what evaluate.py has measured of this run, but no single sets of a repeated measurement."""
+        return without_parts(read_table(self.results_file, METHOD))
+
+    def read_best_scores(self) -> list[dict[str, str]]:
+        """Read the best of every metric and method that evaluate.py has found for this run."""
+        rows = read_table(self.best_scores_file, SCORES)
+        return [row for row in rows if as_number(row["best"]) is not None]
+
     def tracker_id(self, tracker: str) -> str:
         """Return the id under which a tracker knows this run; of a run that it does not know yet, a new one."""
         known = json.loads(self.trackers_file.read_text(encoding="utf-8")) if self.trackers_file.exists() else {}
@@ -224,6 +237,46 @@ def read_lines(path: Path) -> list[dict]:
         with suppress(ValueError, RecursionError):
             lines.append(json.loads(line))
     return [line for line in lines if isinstance(line, dict)]
+
+
+def read_table(path: Path, needed: Iterable[str] = ()) -> list[dict[str, str]]:
+    """Read a CSV file; without these columns it has no rows, and a line of another length is left out."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if None not in row and None not in row.values()]
+    except (OSError, ValueError, csv.Error):
+        return []
+    return [row for row in rows if row.keys() >= set(needed)]
+
+
+def as_number(text: object) -> float | None:
+    """Return a cell as a finite number; None if it is not one."""
+    try:
+        return value if math.isfinite(value := float(text)) else None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def is_repeated(row: Mapping[str, object]) -> bool:
+    """Return whether a row of results has means over several sets of images."""
+    return re.search(r"(^| )repeats=\d+$", str(row["settings"])) is not None
+
+
+def without_parts(rows: list[dict]) -> list[dict]:
+    """Leave out rows of a set of images that belongs to several: these are shown by their mean."""
+
+    def of_set(row: dict) -> tuple:
+        settings = re.sub(r" ?repeats=\d+$", "", str(row["settings"] or ""))
+        others = (name for name in row if "@" not in name and name not in ("settings", "images", "train_seconds"))
+        return settings, *((name, row[name]) for name in sorted(others))
+
+    means = {of_set(row) for row in rows if is_repeated(row)}
+    parts = (not is_repeated(row) and of_set(row) in means for row in rows)
+    return [
+        row
+        for row, is_part in zip(rows, parts, strict=True)
+        if not is_part and not re.search(r"(^| )seeds=\d+-\d+$", str(row["settings"]))
+    ]
 
 
 def check_disk(config: TrainingConfig, num_parameters: int) -> None:

@@ -5,7 +5,6 @@ None of it may ever cost the run: a push that fails is tried again, and what doe
 
 from __future__ import annotations
 
-import csv
 import importlib
 import json
 import logging
@@ -28,8 +27,18 @@ from yaml import YAMLError
 from common.errors import UserError, reason_of, user_errors
 from common.files import write_atomically
 from common.options import values_of
-from run_folder.config import trackers_of
-from run_folder.folder import PICTURES, PIPELINE_FOLDERS, PUSHED, SAMPLES, RunFolder, is_of_few_images
+from run_folder.config import is_own_sampler, trackers_of, without_idle
+from run_folder.folder import (
+    METHOD,
+    PICTURES,
+    PIPELINE_FOLDERS,
+    PUSHED,
+    SAMPLES,
+    SCORES,
+    RunFolder,
+    as_number,
+    is_of_few_images,
+)
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -44,8 +53,6 @@ UPLOADED = [*PUSHED, *(f"{folder}/**" for folder in PIPELINE_FOLDERS), f"{SAMPLE
 # The Hub matches a whole path with fnmatch, whose * crosses slashes: these hold two of the patterns to one folder.
 NOT_UPLOADED = [f"*/{PICTURES}", f"{SAMPLES}/*/*"]
 
-# Two rows of evaluate.py's results are on one line if they agree in these columns and in the number of images.
-METHOD = ("weights", "sampler", "steps", "settings", "reference", "reference_fingerprint", "precision")
 # Set in the environment of an evaluation that a training has started, which must leave the trackers alone.
 IN_TRAINING = "EXACT_DDPM_IN_TRAINING"
 
@@ -60,7 +67,11 @@ PATIENCE = 600.0  # seconds after which no attempt is begun: the upload of large
 def publish(config: TrainingConfig, state: TrainingState) -> None:
     """Write the card of a finished run and, if asked, push the run."""
     weights = "raw" if state.update.ema is None else "moving-average"
-    write_model_card(config, state.step, weights, state.condition)
+    try:
+        write_model_card(config, state.step, weights, state.condition)
+    except OSError as error:
+        card = RunFolder(config.output_dir).card_file
+        logger.warning("The model card %s could not be written: %s", card, reason_of(error))
     if config.push_to_hub and (address := push_to_hub(config, state.step)):
         logger.info("Pushed to %s", address)
 
@@ -89,8 +100,8 @@ def write_model_card(
     script = "train_unconditional.py" if condition is None else "train_conditional.py"
     grid, metrics = run.newest_grid(), run.read_metrics()
     # What was trained and how; where it was stored and who pushed it is nobody's business.
-    values = values_of(config, lambda facts: facts.saved and facts.on_card)
-    parameters = {name: value for name, value in values.items() if value is not None and value != []}
+    values = without_idle(values_of(config, lambda facts: facts.saved and facts.on_card))
+    parameters = {name: without_folder(value) for name, value in values.items() if value is not None and value != []}
     sections = [
         f"# {repo_id.split('/')[-1]}",
         f"A denoising diffusion probabilistic model (DDPM) of `{data_set if data.datasets else Path(data_set).name}`"
@@ -107,6 +118,14 @@ def write_model_card(
     content = scrub(f"---\n{data.to_yaml()}\n---\n\n{body}\n", config.hub_token)
     write_atomically(run.card_file, str(ModelCard(content)))
     return run.card_file
+
+
+def without_folder(value: object) -> object:
+    """Return the name alone of a file or folder on this machine, or of a class in a file, and other values as is."""
+    if not isinstance(value, str):
+        return value
+    is_local = Path(value).exists() or (is_own_sampler(value) and "/" in value)
+    return Path(value).name if is_local else value
 
 
 def hub_datasets(dataset_name: str) -> list[str] | None:
@@ -172,19 +191,11 @@ def cell(value: object) -> str:
     return "`" + " ".join(text.split()).replace("`", "'").replace("|", r"\|") + "`" if text.strip() else ""
 
 
-def best_scores(run: RunFolder) -> list[dict[str, str]]:
-    """Read the best of every metric and method that evaluate.py has found for this run."""
-    if not run.best_scores_file.exists():
-        return []
-    with run.best_scores_file.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def add_results(data: ModelCardData, run: RunFolder, name: str) -> None:
     """Put the best scores into the card's metadata, as the model-index that the Hub shows."""
     data_set = (data.datasets or ["its training images"])[0]
     names = {"dataset_type": data_set, "dataset_name": data_set, "task_type": (data.tags or ["unknown"])[-1]}
-    rows = best_scores(run)
+    rows = run.read_best_scores()
     varying = [name for name in METHOD if len({row.get(name) for row in rows}) > 1]
     data.eval_results = [
         EvalResult(
@@ -208,22 +219,28 @@ def name_of_result(row: dict[str, str], varying: list[str]) -> str:
 
 def evaluation_section(run: RunFolder) -> str:
     """Return the best of every metric and method that evaluate.py has found for this run, with its curves."""
-    rows = best_scores(run)
+    rows = run.read_best_scores()
     if not rows:
         return ""
-    columns = ("metric", "best", "step", "weights", "sampler", "steps", "settings", "reference")
-    lines = [EVALUATION, "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    lines = [EVALUATION, "", f"| {' | '.join(SCORES)} |", "|" + "---|" * len(SCORES)]
     for row in rows:
         row["best"] = f"{float(row['best']):.5g}"
         few = " (few images)" if is_of_few_images(row["metric"]) else ""
-        lines.append(f"| {cell(row['metric'])}{few} | {' | '.join(cell(row[name]) for name in columns[1:])} |")
+        lines.append(f"| {cell(row['metric'])}{few} | {' | '.join(cell(row[name]) for name in SCORES[1:])} |")
     drawn = [name for name in ("FID", "FD") if (run.path / f"{name}_vs_TrainingSteps.png").exists()]
     return "\n".join(lines) + "".join(f"\n\n![{name}]({name}_vs_TrainingSteps.png)" for name in drawn)
 
 
 def update_evaluation(output_dir: Path) -> None:
-    """Put the results into the card of a run, if it has one."""
+    """Put the results into the card of a run, if it has one that can be read and written."""
     run = RunFolder(output_dir)
+    try:
+        _put_results(run)
+    except (OSError, UnicodeDecodeError) as error:
+        logger.warning("The results are not in the model card %s: %s", run.card_file, reason_of(error))
+
+
+def _put_results(run: RunFolder) -> None:
     section = evaluation_section(run)
     card = run.card_file.read_text(encoding="utf-8") if run.card_file.is_file() else ""
     before, separator, after = card.partition(AFTER_EVALUATION)
@@ -435,16 +452,15 @@ def name_of_curves(row: Mapping[str, object]) -> str:
     return "evaluation/" + re.sub(r"[^\w.=]+", "-", words)
 
 
-def curves_at(results: Path, step: int) -> dict[str, float]:
-    """Return a step's results from a table, by the names of their curves; nothing if the table is damaged."""
-    values = {}
-    with suppress(OSError, ValueError, KeyError, csv.Error), results.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            # Skip the single sets of a repeated measurement: their mean has a row of its own.
-            if row["step"] == str(step) and "seeds=" not in row["settings"]:
-                numbers = {name: value for name, value in row.items() if "@" in name and value}
-                values |= {f"{name_of_curves(row)}/{name}": float(value) for name, value in numbers.items()}
-    return values
+def curves_at(run: RunFolder, step: int) -> dict[str, float]:
+    """Return a step's results by the names of their curves."""
+    return {
+        f"{name_of_curves(row)}/{name}": number
+        for row in run.read_results()
+        if row.get("step") == str(step)
+        for name, value in row.items()
+        if "@" in name and (number := as_number(value)) is not None
+    }
 
 
 def log_evaluation(run: RunFolder, values: dict[str, float], step: int) -> None:

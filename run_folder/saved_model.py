@@ -235,7 +235,7 @@ def _find_models(model: str | None, steps: list[str], weights: str | None) -> li
             f"{folder} is not a model: it has no valid {PREFIX}<step> folder, as a run has, and no {PIPELINE}, as a "
             f"pipeline has"
         )
-    return [_pipeline(folder, folder.name if model is None else model, weights)]
+    return [_pipeline(folder, str(folder) if model is None else model, weights)]
 
 
 def latest_run() -> Path:

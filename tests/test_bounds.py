@@ -110,6 +110,8 @@ def test_snr_gamma_means_what_it_means_in_diffusers(train, tmp_path, capsys):
     (tmp_path / "c.yaml").write_text("dataset_name: digits\nsnr_gamma: 4\n")
     config = parse_config([f"--config={tmp_path / 'c.yaml'}"])
     assert (config.loss_weighting, config.min_snr_gamma) == ("min_snr", 4)
+    (tmp_path / "c.yaml").write_text("dataset_name: digits\nsnr_gamma: null\n")  # as diffusers dumps its default
+    assert parse_config([f"--config={tmp_path / 'c.yaml'}"]).loss_weighting == "none"
     train(tmp_path / "run", "--snr_gamma=4", "--dry_run")
     assert "! loss weights  | none" in (shown := capsys.readouterr().err)
     assert "min_snr (gamma 4)" in shown

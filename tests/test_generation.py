@@ -365,6 +365,12 @@ def test_the_latest_run_and_its_weights(run, tmp_path, monkeypatch):
     (tmp_path / "runs" / "none").mkdir()
     (newest,) = find_models(None, [], None)
     assert (newest.home.name, newest.step, newest.weights) == ("new", 20, "ema")
+    # Without checkpoints, in a group of runs.
+    shutil.copytree(run, tmp_path / "runs" / "group" / "newest", ignore=shutil.ignore_patterns("checkpoint-*"))
+    os.utime(tmp_path / "runs" / "group" / "newest" / "metrics.jsonl", (time.time() + 9,) * 2)
+    (pipeline,) = find_models(None, [], None)
+    assert pipeline.home == Path("runs/group/newest")
+    shutil.rmtree(tmp_path / "runs" / "group")
     (raw,) = find_models("runs/new", [], "raw")
     assert raw.sha256 != newest.sha256
     generate(*FAST, "--num_images=2")

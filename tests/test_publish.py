@@ -1,5 +1,6 @@
 """The model card, and pushes by a real client to a Hub on this machine."""
 
+import errno
 import json
 import os
 import random
@@ -372,6 +373,59 @@ def test_results_are_in_the_metadata(tmp_path: Path):
     path.write_text(path.read_text().replace("library_name:", "- library_name:"))
     publish.update_evaluation(tmp_path)
     assert "| `fid@10000` | `3.15` |" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        b"metric;best;step\nfid@10000;3,17;5\n",  # as a spreadsheet saves it
+        b"metric,best,step,weights,sampler,steps,settings,reference\nfid@10000,3.17\n",
+        b"metric,best,step,weights,sampler,steps,settings,reference\nfid@10000,bad,5,ema,ddpm,9,,cifar10\n",
+        b"\xff\xfe",
+    ],
+)
+def test_a_damaged_table_costs_no_card(tmp_path: Path, table: bytes):
+    (tmp_path / "best_scores.csv").write_bytes(table)
+    assert publish.EVALUATION not in write_card(tmp_path).read_text()
+
+
+def test_a_card_that_cannot_be_written_costs_no_push(train, tmp_path: Path, monkeypatch, capsys):
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    pushed = []
+    monkeypatch.setattr("training.setup.check_push", lambda config: None)
+    monkeypatch.setattr(publish, "push_to_hub", lambda config, step: pushed.append(step))
+    monkeypatch.setattr(publish, "write_atomically", full)
+    run = train(tmp_path / "run", "--max_train_steps=1", "--push_to_hub")
+    assert pushed == [1]
+    assert f"The model card {run / 'README.md'} could not be written: No space left" in capsys.readouterr().err
+
+
+def test_results_that_the_card_cannot_take_are_no_error(tmp_path: Path, caplog):
+    write_card(tmp_path)
+    (tmp_path / "best_scores.csv").write_text(
+        "metric,best,step,weights,sampler,steps,settings,reference\nfid@10000,3.17,5,ema,ddpm,1000,,cifar10\n"
+    )
+    (tmp_path / "README.md").write_bytes(b"\xff\xfe")
+    publish.update_evaluation(tmp_path)
+    assert f"The results are not in the model card {tmp_path / 'README.md'}" in caplog.text
+
+
+def test_the_card_tells_the_objective_and_no_paths(tmp_path: Path):
+    network = tmp_path / "secret" / "network.json"
+    network.parent.mkdir()
+    network.write_text("{}")
+    options = {"timestep_sampler": "saturating_bound", "loss_weighting": "min_snr"}
+    card = write_card(tmp_path, model_config_name_or_path=str(network), **options).read_text()
+    for row in ("timestep_sampler` | `saturating_bound", "saturating_bound_scale` | `100", "min_snr_gamma` | `5"):
+        assert f"| `{row}` |" in card
+    assert "edm_mean" not in card
+    assert "secret" not in card
+    assert "`network.json`" in card
+    own = write_card(tmp_path, timestep_sampler="/home/me/secret/mine.py:Mine").read_text()
+    assert "`mine.py:Mine`" in own
+    assert "secret" not in own
 
 
 def test_model_card_of_a_folder_without_samples_or_metrics(tmp_path: Path):

@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ BROKEN_OUT = f'">{IMAGE}'
 BINS = LogSNRBins(build_scheduler("linear", 1000).alphas_cumprod)
 MEASURED = {"step": 0, "train_seconds": 0.0, "weights": "ema", "sampler": "ddim", "steps": 50, "settings": "eta=0"}
 MEASURED |= {"num_images": 256, "images": "checkpoint", "sha256": "", "reference": "digits", "precision": "no"}
+MEASURED |= {"reference_fingerprint": "0"}
 
 
 def write_lines(path: Path, lines: list[dict]) -> None:
@@ -241,6 +243,33 @@ def test_images_in_one_file_are_shown_as_their_grid(tmp_path):
     Image.new("L", (20, 10)).save(generated / "grid.png")
     (gallery,) = described(run)["galleries"]
     assert (gallery["grid"]["width"], gallery["grid"]["height"]) == (20, 10)
+
+
+def test_a_repeated_measurement_is_one_row(tmp_path):
+    run = make_run(tmp_path / "run")
+    settings = ("eta=0", "eta=0 seeds=256-511", "eta=0 repeats=2")
+    write_table(run / "evaluation_results.csv", [{**MEASURED, "settings": one, "fid@256": 4.0} for one in settings])
+    assert [row["settings"] for row in described(run)["evaluation"]["rows"]] == ["eta=0 repeats=2"]
+
+
+def test_images_of_the_finished_pipeline_are_the_newest(tmp_path):
+    run = make_run(tmp_path / "run")
+    for name, step in (("pipeline", None), ("step-200", 200), ("step-300", 300)):
+        shutil.copytree(run / "generated" / "step-100", run / "generated" / name)
+        (run / "generated" / name / "samples.json").write_text(json.dumps({"step": step}))
+    assert [gallery["name"] for gallery in described(run)["galleries"]] == ["pipeline", "step-300", "step-200"]
+
+
+def test_a_run_by_time_has_no_number_of_steps(tmp_path):
+    assert described(make_run(tmp_path / "run"))["total_steps"] == 100
+    assert described(make_run(tmp_path / "timed", "--max_train_seconds=60"))["total_steps"] is None
+
+
+def test_a_picture_too_large_for_the_page_is_named(tmp_path, monkeypatch, capsys):
+    run = make_run(tmp_path / "run")
+    monkeypatch.setattr(run_page, "MOST_BYTES", 50)
+    assert described(run)["grids"] == []
+    assert "step-100.png is not on the page" in capsys.readouterr().err
 
 
 # The page, in a browser.

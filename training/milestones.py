@@ -249,12 +249,12 @@ class Milestones:
         It measures nothing twice, and continues where it was interrupted. If it fails at the start of a process, that
         is an error, since a run must be able to measure; later a failure is only a warning.
         """
-        config, processes, results = self.config, self.processes, self.folder.results_file
+        config, processes = self.config, self.processes
         saved = processes.broadcast(self.last_checkpoint if processes.is_main else None)
         if step is not None and (saved is None or step_of(saved) != step):
             return True  # saving it failed, which has been logged already
         clear_device_cache()  # leave nothing but the training's own tensors on the device
-        before = {} if step is None else curves_at(results, step)
+        before = {} if step is None else curves_at(self.folder, step)
         names = ("cache_dir", "num_workers", *(("mixed_precision",) if config.mixed_precision != "fp16" else ()))
         flags = [f"--{name}={getattr(config, name)}" for name in names if getattr(config, name) is not None]
         flags += ["--allow_tf32"] * config.allow_tf32 + [f"--{entry}" for entry in config.evaluate_options]
@@ -268,7 +268,7 @@ class Milestones:
                 raise UserError(f"--evaluate_every {config.evaluate_every}: {failed}")
             logger.warning("checkpoint-%d is not measured: %s", step, failed)
         elif step is not None:
-            new = {name: value for name, value in curves_at(results, step).items() if before.get(name) != value}
+            new = {name: value for name, value in curves_at(self.folder, step).items() if before.get(name) != value}
             self.run.tracking.log_evaluation(new, step)
         return True
 
