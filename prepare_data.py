@@ -22,6 +22,7 @@ from common.files import LOCK_FILE, lock, make_folder, printable, unlock, write_
 from common.interruption import stops_deferred
 from common.options import values_of
 from preparation.prepare_options import PrepareOptions, folders_of, parse_prepare_options
+from run_folder.config import PAPER_BATCH_SIZE
 
 if TYPE_CHECKING:
     from preparation.layouts import Collection, Photo
@@ -104,8 +105,12 @@ def prepare(options: PrepareOptions, source: Path, output: Path) -> None:
     there = sum(outcome.suffix is not None for outcome in outcomes) - made
     print(f"{output}: {made:,} images written, {there:,} already there; files left out: {len(left_out):,}")
     folder = output / SYSU_FOLDERS["train"] if options.sysu_folders else output
-    size = f" --resolution {options.resolution}" if options.resolution else ""
-    print(f"next: python train_unconditional.py --train_data_dir {shlex.quote(str(folder))}{size}")
+    words = ["python", "train_unconditional.py", str(folder), f"--output_dir=runs/{output.resolve().name}"]
+    words += [f"--resolution={options.resolution}"] if options.resolution else []
+    words += ["--max_train_steps=20000", "--lr_warmup_steps=100", "--ema_max_decay=0.995"]
+    in_training = len(splits.get("train", ()))
+    words += [f"--total_batch_size={min(16, in_training)}"] if in_training < PAPER_BATCH_SIZE else []
+    print(f"next: {shlex.join(words)}")
 
 
 def check(options: PrepareOptions, source: Path, output: Path) -> bool:

@@ -36,7 +36,8 @@ class PictureOptions:
         "Also draw your own sampler, my_file.py:MySampler. For a run that was trained with one, name it here too.",
     )
     output_dir: str | None = option(
-        None, "Folder for the pictures (default: figures in the run's folder, or here if no run is given)."
+        None,
+        "Folder for the pictures (default: figures, in the folder of the run or, without one, in the current folder).",
     )
     cache_dir: str | None = option(None, "Folder for downloaded data (default: the cache of datasets).")
     seed: int = option(0, "Random seed of the noise.", from_to(0, LARGEST_INT), not_with="run_dir")

@@ -199,7 +199,7 @@ def main() -> None:
             ratios(rates[PILLOW], rates[PEER]),
         ),
         Row(
-            f"its memory, for each photo more, up to {count * NAMES:,}",
+            f"memory per additional photo, up to {count * NAMES:,}",
             f"{growth[HERE]:,.0f} bytes",
             f"{PEER}: {growth[PEER]:,.0f} bytes",
             Spread.of([growth[HERE]]),

@@ -131,7 +131,7 @@ def profile(results: Path) -> str:
 def scaling_measured(results: Path) -> str:
     """Return what was measured of several processes, and what the model says of the same."""
     details = read(results, "scaling")["details"]
-    lines = ["| processes | device | images/s in all | per process | efficiency | waiting for the exchange |\n"]
+    lines = ["| processes | device | images/s in total | per process | efficiency | waiting for the exchange |\n"]
     lines.append("|---|---|---|---|---|---|\n")
     for one in details["measured"]:
         same = [

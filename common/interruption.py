@@ -109,7 +109,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
     if sys.is_finalizing():
         return
     if not _deferred:
-        raise Interrupted(name, "stopped; there was nothing to save")
+        raise Interrupted(name, "stopped; start the same command again to continue")
     if _requested is None:
         _requested, _requested_at = name, time.monotonic()
     elif number == signal.SIGINT and time.monotonic() - _requested_at > SAME_KEY_PRESS_SECONDS:

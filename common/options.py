@@ -212,7 +212,7 @@ def read_options(
         name = unknown[0].partition("=")[0]  # its value is nobody's business: it may be a token
         following = unknown[1] if unknown[1:] and not unknown[1].startswith("-") else ""
         value = unknown[0].partition("=")[2] or following
-        if not name.startswith("-") and os.path.exists(os.path.expanduser(name)):
+        if not name.startswith("-") and name == unknown[0]:
             raise UserError(f"{name}: only one name can stand without a flag, and it comes first, before all flags")
         raise UserError(f"unknown flag {name}{_suggestion(name, value, kind)}")
     options = kind(**{name: value for section in sections for name, value in vars(section).items()})
@@ -376,9 +376,14 @@ def read_config_file(path: Path, kind: type) -> dict[str, list[str]]:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), UniqueKeyLoader) or {}
     except OSError as error:
-        raise UserError(f"--config {path}: cannot be read ({error.strerror})") from error
+        nearest = difflib.get_close_matches(str(path), map(str, Path("configs").glob("*.yaml")), n=1, cutoff=0.8)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise UserError(f"--config {path}: cannot be read ({error.strerror}){hint}") from error
     except UserError as error:
         raise UserError(f"--config {path}: {error}") from error
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise UserError(f"--config {path}: is not valid YAML ({where}{error.problem})") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # from text, dates or nesting that YAML cannot read
         raise UserError(f"--config {path}: is not valid YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):

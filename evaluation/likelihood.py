@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from common.errors import UserError, user_errors
-from common.files import in_turn, write_atomically
+from common.files import check_folder, in_turn, write_atomically
 from common.machine import default_num_workers, fits_in_memory, to_device
 from common.plots import COLOURS, drawing
 from common.processes import Processes
@@ -182,6 +182,7 @@ class Likelihood:
         models = find_models(options.run_dir, options.checkpoints, options.weights) if fetches else None
         self.models: list[SavedModel] = processes.broadcast(models)
         self.output_dir = Path(options.output_dir).expanduser() if options.output_dir else self.models[0].home
+        check_folder(self.output_dir)  # what cannot be written is better known before it is measured
         workers = options.num_workers
         self.num_workers = default_num_workers(processes.local_count) if workers is None else workers
         first = self.models[0]
@@ -236,6 +237,8 @@ class Likelihood:
             return {}
         own = [model.scheduler.config.variance_type] if model.scheduler.learns_variance else []
         bounds = {name: bound_of(found, model.scheduler, name) for name in (*FIXED_VARIANCES, *own)}
+        for name, bound in bounds.items():
+            logger.info("%s, %s, %s: %.4f bits per dimension", model.label, images.split, name, bound.nll)
         rmse = HALF_RANGE * found.errors.sqrt().mean(0)
         with user_errors(f"{self.output_dir}: the results cannot be written there", OSError):
             write_terms(self.output_dir / LIKELIHOODS / f"{model.label}-{images.split}.csv", bounds, rmse)

@@ -106,8 +106,9 @@ def _labels_of_folders(source: ImageSource) -> Labels:
     names = sorted(set(folders))
     if len(names) < 2:
         columns = ", ".join(source.annotation_columns)
-        advice = f"name the column with --label_column, one of: {columns}" if columns else "put each into a folder"
-        raise UserError(f"{source} has neither a column of classes nor a folder for each; {advice}")
+        advice = "put the images of each class into a folder of its own, or train without classes"
+        advice = f"name the column with --label_column, one of: {columns}" if columns else advice
+        raise UserError(f"{source} has neither a column of classes nor a folder for each class; {advice}")
     number_of = {name: number for number, name in enumerate(names)}
     return Labels(names, torch.tensor([number_of[folder] for folder in folders]))
 

@@ -237,6 +237,8 @@ def _load_image_folder(options: DataOptions) -> "dict[str, Dataset] | DatasetDic
     splits = {name: folders for name, folders in splits.items() if folders}
     if not splits:
         raise UserError(f"--train_data_dir {folder}: there are no images in this folder ({path})")
+    for root, found in zip(roots.values(), splits.values(), strict=False):
+        _check_for_splits_below(folder, root, found)
     if not all(each.is_plain for folders in splits.values() for each in folders):
         return call_in_child(functools.partial(_read_image_folder, folder, splits, _cache_of_datasets(options)))
     try:
@@ -359,15 +361,37 @@ def _leave_out(unread: list[str], on_bad_image: str) -> None:
     logger.warning("%d image file(s) cannot be read and are left out: %s", len(unread), listed)
 
 
+def _splits_by_name() -> dict[str, str]:
+    """Return which split a folder of each of these names holds, in lower case."""
+    from datasets.data_files import SPLIT_KEYWORDS
+
+    split_of = {keyword: str(split) for split, keywords in SPLIT_KEYWORDS.items() for keyword in keywords}
+    return split_of | SPLITS_OF_PREPARE_DATA
+
+
+def _check_for_splits_below(folder: str, root: str, found: list[ImagesOfFolder]) -> None:
+    """Raise if folders of several splits stand side by side further down, as archives often unpack."""
+    split_of, below = _splits_by_name(), {}
+    for each in found:
+        parts = Path(os.path.relpath(each.path, root)).parts
+        for depth, name in enumerate(parts):
+            if name.lower() in split_of:
+                below.setdefault(parts[:depth], {})[split_of[name.lower()]] = name
+    for parts, names in below.items():
+        if len(names) > 1:
+            there, splits = os.path.join(root, *parts), ", ".join(sorted(names.values()))
+            raise UserError(
+                f"--train_data_dir {folder}: has folders of splits further down ({splits} in {there}); name the folder "
+                f"to train on, such as {there}"
+            )
+
+
 def _split_folders(path: str) -> dict[str, str]:
     """Return the folder of each split if all images are in such (as in train/ and test/), nothing if there are none.
 
     Raise if it is not clear: images that were set aside for a test must not be trained on without a word.
     """
-    from datasets.data_files import SPLIT_KEYWORDS
-
-    split_of = {keyword: str(split) for split, keywords in SPLIT_KEYWORDS.items() for keyword in keywords}
-    split_of |= SPLITS_OF_PREPARE_DATA
+    split_of = _splits_by_name()
     # Not entry.is_dir(), which raises for a link that leads to itself.
     names = sorted(
         entry.name for entry in os.scandir(path) if not entry.name.startswith((".", "__")) and os.path.isdir(entry.path)

@@ -189,7 +189,7 @@ class TimestepOptions:
     beta_beta: float = option(1.0, "beta of the Beta distribution of t / T.", POSITIVE)
     speed_tau: int | None = option(
         None,
-        "tau, the timestep from which on draws are rarer and weights are 1 (default: 0.7 T, as published).",
+        "tau: from this timestep on, draws are rarer and weights are 1 (default: 0.7 T, as published).",
         POSITIVE,
     )
     speed_k: float = option(

@@ -254,6 +254,9 @@ def _folder_of(model: str) -> Path:
         return path if path.name not in ("", "..") else path.resolve()
     if path.exists():
         raise UserError(f"--model {model}: is a file; name the folder of a run, a checkpoint or a pipeline")
+    if RunFolder(path.parent).is_run and step_of(path) is not None:
+        there = ", ".join(str(step_of(checkpoint)) for checkpoint in checkpoints(path.parent)) or "none"
+        raise UserError(f"--model {model}: {path.parent} has no {path.name}; its checkpoints: {there}")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise UserError(f"--model {model}: there is no such folder; {TRAIN_FIRST}")
     from huggingface_hub import snapshot_download

@@ -210,9 +210,9 @@ class SaturatingBound(ErrorsByOctave):
     """Draw lambda = log SNR evenly; count large errors of an image by their logarithm, as the training measures them.
 
     The variational bound counts D = E |epsilon - epsilon_theta|^2, summed over an image, the same at every lambda
-    (Kingma et al. 2021). Here D counts in full only while it is small compared with `scale`, N:
+    (Kingma et al. 2021). Here D counts in full only while it is small compared with `scale`, c:
 
-        J = integral of N ln(1 + D / N) d lambda,    w(lambda) = 1 / (1 + D / N), of mean 1 over the draws
+        J = integral of c ln(1 + D / c) d lambda,    w(lambda) = 1 / (1 + D / c), of mean 1 over the draws
 
     D grows with the size of an image, so larger ones are trained with less weight on little noise. J is what a network
     that predicts epsilon minimises; another prediction or a loss weighting comes on top of it. A share `floor` of the

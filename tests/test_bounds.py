@@ -133,6 +133,7 @@ def test_snr_gamma_means_what_it_means_in_diffusers(train, tmp_path, capsys):
         ("hub_token: [hf_secret]\n", [], "hub_token must be a single value"),
         ("resolution: 2026-13-45\n", [], "is not valid YAML"),
         ("? [a]\n: b\n", [], "is not valid YAML"),
+        ("seed: 1\n\tresolution: 8\n", [], "is not valid YAML (line 2: found character '\\t' that cannot start any"),
     ],
 )
 def test_the_file_is_blamed_for_what_is_in_it(tmp_path, text, flags, message):
@@ -143,6 +144,12 @@ def test_the_file_is_blamed_for_what_is_in_it(tmp_path, text, flags, message):
     assert message.replace("FILE", str(file)) in str(caught.value)
     assert ("(in " in str(caught.value)) == ("(in FILE" in message)
     assert "secret" not in str(caught.value)
+
+
+def test_a_configuration_that_is_nearly_named_is_offered(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match="config/digits.yaml: cannot be read .*; did you mean configs/digits.yaml?"):
+        parse_config(["--config=config/digits.yaml"])
 
 
 def test_a_name_that_cannot_be_read_is_said():

@@ -137,7 +137,9 @@ def test_a_named_one_must_be_valid(train, run, tmp_path):
 
 
 def test_another_network_is_refused(train, run):
-    with pytest.raises(UserError, match="does not fit this configuration"):
+    with pytest.raises(
+        UserError, match="does not fit this configuration .model_config_name_or_path .*network -> None.;"
+    ):
         train(run, "--max_train_steps=6", base=["--dataset_name=digits", "--resolution=8", "--channels=1"])
     assert len(losses_of(run)) == 4
 

@@ -98,7 +98,7 @@ class TestRun:
 
         def stopped_when_generated(extractor, batches, count, name, *given, **named):
             if name == "checkpoint-4" and ending == "while measuring":
-                raise Interrupted("SIGTERM", "stopped; there was nothing to save")
+                raise Interrupted("SIGTERM", "stopped; start the same command again to continue")
             return extract(extractor, batches, count, name, *given, **named)
 
         monkeypatch.setattr(sample_folder, "generate", stopped_at_step_4)

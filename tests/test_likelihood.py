@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import run_script, run_training
+from conftest import ROOT, run_script, run_training
 
 from common.errors import UserError
 from evaluation.likelihood import Measurement, bound_of, decoder_bits, measure_batch, prior_bits
@@ -294,8 +294,12 @@ class TestScript:
             (["--ddim"], "--ddim has no effect with --nll"),
             (["--features=clip"], "--features has no effect with --nll"),
             (["--split=test"], "has no split 'test'; it has: train"),
+            (["--output_dir=README.md/here"], "README.md is a file, not a folder"),
         ],
     )
-    def test_mistakes(self, run, evaluate, flags, message):
+    def test_mistakes(self, run, evaluate, flags, message, monkeypatch):
+        measured = "evaluation.likelihood.Likelihood._measure_images"
+        monkeypatch.setattr(measured, lambda *_: pytest.fail("before it is known whether it will work"))
+        monkeypatch.chdir(ROOT)
         with pytest.raises(UserError, match=message):
             evaluate(f"--run_dir={run}", *flags)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from image_data.decode import decode_image
 from image_data.sources import load_images
 from preparation import image_folder
 from preparation.layouts import recognise
+from run_folder.config import parse_config
 
 
 def test_what_is_prepared_trains_as_the_originals_would(pets, run, tmp_path):
@@ -163,6 +165,16 @@ def test_names_whose_hashes_are_equal_are_two_files(run, tmp_path):
         assert sorted(written) == sorted(names)
         assert len(set(written.values())) == 2
         assert all((tmp_path / "out/train" / file).exists() for file in written.values())
+
+
+@pytest.mark.parametrize(("count", "batch"), [(12, 9), (200, None)])
+def test_the_next_command_can_be_typed_as_it_is(run, tmp_path, capsys, count, batch):
+    photos = collection(tmp_path / "my photos", [f"{number}.png" for number in range(count)])
+    run(photos, tmp_path / "data" / "mine", "--resolution=32", "--eval_fraction=0.25")
+    (command,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
+    config = parse_config(shlex.split(command)[3:])
+    assert (config.train_data_dir, config.output_dir) == (str(tmp_path / "data" / "mine"), "runs/mine")
+    assert (config.resolution, config.max_train_steps, config.total_batch_size) == (32, 20_000, batch)
 
 
 def test_a_second_call_does_only_what_is_missing(pets, run, tmp_path, capsys):

@@ -572,3 +572,14 @@ def test_why_the_hub_has_it_not(monkeypatch):
     unreachable.__cause__ = ConnectionError("[Errno -2] Name or service not known")
     assert reason_of_hub(unreachable).startswith("the Hub cannot be reached, and there is no copy of it on this")
     assert reason_of_hub(ValueError("404: no such repository")) == "ValueError: 404: no such repository"
+
+
+def test_splits_further_down_are_not_trained_on_as_one(load, tmp_path):
+    """As an archive unpacks; a class that happens to be called test is no split."""
+    for name in ("inner/train", "inner/test", "cat"):
+        (tmp_path / name).mkdir(parents=True)
+        Image.new("L", (8, 8)).save(tmp_path / name / "0.png")
+    with pytest.raises(UserError, match=r"splits further down \(test, train in .*inner\); name the folder to train on"):
+        load(train_data_dir=str(tmp_path))
+    shutil.rmtree(tmp_path / "inner" / "train")
+    assert len(load(train_data_dir=str(tmp_path))) == 2

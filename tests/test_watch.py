@@ -223,7 +223,7 @@ class TestBeside:
         def arrive(seconds: float) -> None:
             source = next(arriving, None)
             if source is None:
-                raise Interrupted("SIGINT", "stopped; there was nothing to save")
+                raise Interrupted("SIGINT", "stopped; start the same command again to continue")
             shutil.copytree(source, copy / source.name)
 
         monkeypatch.setattr(watching, "time", type("Clock", (), {"sleep": staticmethod(arrive)}))
@@ -242,7 +242,9 @@ class TestBeside:
             measure(session, samples, *given)
 
         monkeypatch.setattr(Session, "_measure_samples", pruned_meanwhile)
-        with pytest.raises(Interrupted, match="SIGINT: stopped; there was nothing to save; .* is no longer watched"):
+        with pytest.raises(
+            Interrupted, match="SIGINT: stopped; start the same command again to continue; .* is no longer watched"
+        ):
             evaluate(f"--run_dir={growing}", *SAMPLED, "--watch", "--keep_best=fd")
         assert measured == ["checkpoint-2", "checkpoint-4"]
         assert capsys.readouterr().err.count("Waiting for the next checkpoint") == 3
