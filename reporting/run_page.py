@@ -18,9 +18,8 @@ from common.errors import UserError, say
 from common.files import printable, write_atomically
 from common.options import LARGEST_INT, values_of
 from image_data.sources import spread
-from run_folder.config import SCHEDULER_OPTIONS, TrainingConfig
+from run_folder.config import TrainingConfig, scheduler_of
 from run_folder.folder import METHOD, NEAREST, RECORD, RunFolder, as_number
-from schedulers.ddpm import build_scheduler
 from schedulers.timestep_samplers import LogSNRBins
 
 PARTS = Path(__file__).parent  # page.html, page.css and page.js
@@ -119,7 +118,7 @@ def read_curves(run: RunFolder) -> dict[str, list[float | None]]:
 
 def read_timesteps(run: RunFolder, config: TrainingConfig) -> dict | None:
     """Read over the steps, for each bin of log-SNR, how often it was drawn and how large the loss was there."""
-    bins = LogSNRBins(build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS)).alphas_cumprod)
+    bins = LogSNRBins(scheduler_of(vars(config)).alphas_cumprod)
     uniform, lines = (bins.counts / bins.counts.sum()).tolist(), []
     for line in with_steps(run.read_timesteps()):
         rows = {}

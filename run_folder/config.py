@@ -6,11 +6,11 @@ The defaults are the paper's (Ho et al. 2020, CIFAR-10), the names are those of 
 import difflib
 import importlib.util
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Literal, get_args, get_type_hints
 
 import yaml
 
@@ -38,6 +38,9 @@ from common.options import (
     values_of,
 )
 from image_data.data_options import DataOptions
+
+if TYPE_CHECKING:
+    from schedulers.ddpm import ExactDDPMScheduler
 
 PAPER_STEPS = 800_000
 PAPER_BATCH_SIZE = 128
@@ -638,6 +641,13 @@ def without_idle(values: dict[str, object]) -> dict[str, object]:
     used = (f"{values['timestep_sampler']}_", f"{values['loss_weighting']}_")
     idle = [name for name in facts_of(TimestepOptions) if name not in general and not name.startswith(used)]
     return {name: value for name, value in values.items() if name not in idle}
+
+
+def scheduler_of(settings: Mapping[str, object]) -> "ExactDDPMScheduler":
+    """Build the diffusion that a run's settings name."""
+    from schedulers.ddpm import build_scheduler
+
+    return build_scheduler(*(settings[name] for name in SCHEDULER_OPTIONS))
 
 
 def is_falling(lr_scheduler: str) -> bool:

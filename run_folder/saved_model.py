@@ -28,7 +28,7 @@ from run_folder.checkpoints import (
     step_of,
     verify,
 )
-from run_folder.config import SCHEDULER_OPTIONS
+from run_folder.config import scheduler_of
 from run_folder.ema_length import at_length, combine_snapshots
 from run_folder.folder import PIPELINE, RunFolder
 
@@ -308,7 +308,6 @@ def _named_checkpoint(folder: Path, weights: str | None, flag: str) -> SavedMode
 def read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
     """Return the model of a checkpoint, after verifying the files that it needs."""
     from schedulers.betas import BETA_END, BETA_START
-    from schedulers.ddpm import build_scheduler
 
     if weights is None:
         weights = "ema" if (folder / NETWORK_FOLDERS["ema"]).exists() else "raw"
@@ -330,7 +329,7 @@ def read_checkpoint(folder: Path, weights: str | None) -> SavedModel:
             train_seconds=float(numbers["train_seconds"]),
             sha256=hashes[f"{network}/{WEIGHTS}"],
             network_folder=folder / network,
-            scheduler_config=dict(build_scheduler(*(settings[name] for name in SCHEDULER_OPTIONS)).config),
+            scheduler_config=dict(scheduler_of(settings).config),
         )
 
 

@@ -25,12 +25,12 @@ from image_data.store import TrainingImages
 from reporting.run_page import write_report
 from run_folder.checkpoints import CheckpointWriter, is_own, load_checkpoint
 from run_folder.config import (
-    SCHEDULER_OPTIONS,
     BatchSizes,
     TrainingConfig,
     as_yaml,
     resolve_batch_sizes,
     resolve_steps,
+    scheduler_of,
     settings_of,
     with_resolved,
 )
@@ -45,7 +45,7 @@ from run_folder.folder import (
     without_repeating,
 )
 from run_folder.publish import check_push, publish
-from schedulers.ddpm import ExactDDPMScheduler, build_scheduler
+from schedulers.ddpm import ExactDDPMScheduler
 from schedulers.loss import DiffusionLoss, build_loss
 from schedulers.timestep_samplers import LogSNRBins
 from training.audit import announce, audit, log_end
@@ -251,7 +251,7 @@ def build_process(config: TrainingConfig) -> ExactDDPMScheduler:
     """Build the diffusion that the configuration names."""
     named = f"--ddpm_beta_schedule {config.ddpm_beta_schedule} with --beta_end {config.beta_end:g}"
     with user_errors(f"{named}: choose other betas", ValueError):
-        return build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS))
+        return scheduler_of(vars(config))
 
 
 def with_total_of_run(config: TrainingConfig, processes: Processes) -> TrainingConfig:

@@ -18,9 +18,8 @@ from common.plots import drawing, single_panel
 from image_data.decode import UndecodableImage, errors_as_undecodable
 from image_data.sources import spread
 from run_folder.checkpoints import InvalidCheckpoint, checkpoints, step_of, verify
-from run_folder.config import SCHEDULER_OPTIONS, TrainingConfig, check_timestep_sampler, is_own_sampler
+from run_folder.config import TrainingConfig, check_timestep_sampler, is_own_sampler, scheduler_of
 from run_folder.folder import QUARTERS, RunFolder
-from schedulers.ddpm import build_scheduler
 from schedulers.loss import build_sampler, sampler_state
 from schedulers.timestep_samplers import LogSNRBins
 
@@ -82,7 +81,7 @@ def is_number(value: object) -> bool:
 def read_densities(folder: Path, config: TrainingConfig) -> dict[int, torch.Tensor]:
     """Read the probability of every timestep at each checkpoint of a run, by step."""
     densities = {}
-    scheduler = build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS))
+    scheduler = scheduler_of(vars(config))
     shape = (int(config.channels), config.resolution, config.resolution)
     for checkpoint in checkpoints(folder):
         sampler = build_sampler(vars(config), scheduler.alphas_cumprod)
@@ -118,7 +117,7 @@ def draw_densities(densities: dict[int, torch.Tensor], sampler_name: str, path: 
 
 def read_timesteps(path: Path, config: TrainingConfig) -> tuple[list[dict], LogSNRBins]:
     """Read what the timesteps of a run did, and the bins of log-SNR by which that is told."""
-    bins = LogSNRBins(build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS)).alphas_cumprod)
+    bins = LogSNRBins(scheduler_of(vars(config)).alphas_cumprod)
     run, lines = RunFolder(path), []
     for line in run.read_timesteps():
         damaged = KeyError, TypeError, ValueError, AttributeError, OverflowError

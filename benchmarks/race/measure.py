@@ -22,9 +22,8 @@ from evaluation.samples import training_images
 from generation.engine import InferenceSettings, Job, generate_images
 from image_data.sources import spread
 from run_folder.checkpoints import WEIGHTS
-from run_folder.config import SCHEDULER_OPTIONS, TrainingConfig
+from run_folder.config import TrainingConfig, scheduler_of
 from run_folder.saved_model import SavedModel
-from schedulers.ddpm import build_scheduler
 from schedulers.denoising import DDIM, DDPM
 
 BATCH = 250
@@ -93,7 +92,7 @@ class Judge:
 
 def snapshot_model(folder: Path, config: TrainingConfig, kind: type[SavedModel] = SavedModel, **own) -> SavedModel:
     """Return the model in a snapshot of a run with these options."""
-    scheduler = build_scheduler(*(getattr(config, name) for name in SCHEDULER_OPTIONS))
+    scheduler = scheduler_of(vars(config))
     return kind(
         name=folder.name, path=folder, home=folder, weights="ema", network_folder=folder,
         sha256=sha256(folder / WEIGHTS), scheduler_config=dict(scheduler.config), **own,
