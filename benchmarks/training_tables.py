@@ -35,6 +35,7 @@ RACES = ("cifar10_16_screen", "cifar10_16_field", "cifar10_16_ideas", "cifar10_3
 RACES += ("cifar10_32_small_first", "cifar10_32_small_batches", "animals_32_small_first")
 # Of these also the errors by noise level, `errors_<name>`.
 ERRORS = ("cifar10_32_screen", "cifar10_32_small_first")
+CORRECTED = [f"cifar10_32_small_first-{run}" for run in ("uniform-3-2000", "small_first-3-1000")]
 # Races of our methods against uniform timesteps, and what they are of.
 OUR_METHODS = ("log_snr", "saturating_bound", "small_first")
 OUR_RACES = {
@@ -137,6 +138,20 @@ def more_images(results: Path) -> str:
             sampling = f"{measurement.num_images:,}, {measurement.num_inference_steps}"
             rows.append([sampling, f"`{method}`", f"{length:.0%}", values["fid"], kid, values["recall"]])
     return lines(["images, DDPM steps", "method", "of the budget", "FID", "KID x 1000", "recall"], rows)
+
+
+def corrected(results: Path) -> str:
+    """Return what FID and KID become once one flaw of the images of a run is corrected."""
+    rows = []
+    for name in CORRECTED:
+        one = read(results, f"corrected/{name}")
+        for correction, numbers in one.get("corrected", {}).items():
+            loudness = numbers["variance of mean colours"] / one["training images"]["variance of mean colours"]
+            run = f"`{one['method']}` after {one['steps']:,} steps"
+            values = (f"{numbers['fid']:.1f}", f"{1000 * numbers['kid']:.1f}", f"{numbers['recall']:.2f}")
+            rows.append([run, correction, *values, f"{loudness:.2f}"])
+    head = ["images of", "corrected", "FID", "KID x 1000", "recall", "variance of mean colours, of that of the data"]
+    return lines(head, rows)
 
 
 def learning_rates(results: Path) -> str:
@@ -275,6 +290,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "ablations": ablations,
     "ema_reconstruction": ema_reconstruction,
     "more_images": more_images,
+    "corrected": corrected,
     "ema_averages": ema_averages,
     "loud_colours": loud_colours,
 }

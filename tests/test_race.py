@@ -14,6 +14,7 @@ import yaml
 
 from benchmarks import training_tables
 from benchmarks.attribution import Mixed, name_of
+from benchmarks.corrected import CORRECTIONS, with_colours, with_spectrum
 from benchmarks.race import __main__ as race_command
 from benchmarks.race import measure, plan, record, report
 from benchmarks.race import train as training
@@ -533,3 +534,34 @@ def test_bands_are_named_by_their_edges():
     infinity = float("inf")
     bands = [(-infinity, -infinity), (-infinity, infinity), (-infinity, -3.5), (0.0, 2.0), (4.0, infinity)]
     assert [name_of(band) for band in bands] == ["none", "all", "below -3.5", "0 to 2", "from 4"]
+
+
+# Which flaws do metrics see?
+
+
+@pytest.fixture(scope="module")
+def loud_and_right() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(200, 3, 16, 16, generator=generator)
+    smooth = torch.nn.functional.avg_pool2d(images, 3, 1, 1) + torch.randn(200, 3, 1, 1, generator=generator)
+    return smooth + 0.5, images + 0.3 * torch.randn(200, 3, 1, 1, generator=generator)
+
+
+def test_colours_are_corrected_and_nothing_else(loud_and_right):
+    images, reference = loud_and_right
+    found = with_colours(images, reference)
+    colours, wanted = found.mean((2, 3)), reference.mean((2, 3))
+    torch.testing.assert_close(colours.mean(0), wanted.mean(0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(colours.T.cov(), wanted.T.cov(), atol=1e-5, rtol=0)
+    inside = [some - some.mean((2, 3), keepdim=True) for some in (found, images)]
+    torch.testing.assert_close(*inside, atol=1e-5, rtol=0)
+
+
+def test_the_spectrum_is_corrected_and_no_mean(loud_and_right):
+    images, reference = loud_and_right
+    found = with_spectrum(images, reference)
+    torch.testing.assert_close(found.mean((2, 3)), images.mean((2, 3)), atol=1e-5, rtol=0)
+    power, wanted = (torch.fft.fft2(some).abs().square().mean((0, 1)) for some in (found, reference))
+    assert power[8, 8] == pytest.approx(wanted[8, 8].item(), rel=0.3)
+    assert torch.fft.fft2(images).abs().square().mean((0, 1))[8, 8] < wanted[8, 8] / 10
+    assert torch.equal(CORRECTIONS["as they are"](images, reference), images)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,11 +68,15 @@ class Judge:
 
     def measure_model(self, model: SavedModel, measurement: Measurement) -> dict[str, float]:
         start = time.perf_counter()
+        metrics = self.measure_images(self.generate(model, measurement), measurement.num_images)
+        return {**metrics, "seconds": round(time.perf_counter() - start, 1)}
+
+    def generate(self, model: SavedModel, measurement: Measurement) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Generate the images of a measurement, in batches with their seeds."""
         steps, count = measurement.num_inference_steps, measurement.num_images
         method = DDIM(model.scheduler, steps) if measurement.sampler == "ddim" else DDPM(model.scheduler, steps)
         settings = InferenceSettings(self.race.mixed_precision, compile=self.race.compile, batch_size=min(BATCH, count))
-        images = generate_images(Job(model, method), range(count), self.processes, settings)
-        return {**self.measure_images(images, count), "seconds": round(time.perf_counter() - start, 1)}
+        return generate_images(Job(model, method), range(count), self.processes, settings)
 
     def measure_images(self, images: Iterable[tuple[list[int], torch.Tensor]], count: int) -> dict[str, float]:
         """Return FID, KID, precision and recall of so many images, which come in batches with their seeds."""
