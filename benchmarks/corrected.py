@@ -1,6 +1,6 @@
 """Which flaws of a network's images do FID and KID see? The images as they are, and with one flaw corrected.
 
-    python -m benchmarks.corrected benchmarks/races/cifar10_32_small_first.yaml uniform --seed 3
+    python -m benchmarks.corrected benchmarks/races/cifar10_32_ddpm_250.yaml uniform --seed 3
 
 The images are those of a run of a race, which keeps the weights of its measurements. Once their mean colours get the
 distribution of those of the training images, once their spectrum gets the power that theirs has at each frequency, and
@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from benchmarks.race import record
 from benchmarks.race.__main__ import make_judge
 from benchmarks.race.measure import BATCH, snapshot_model
-from benchmarks.race.plan import RESULTS, Entry, read_race, require
+from benchmarks.race.plan import RESULTS, Entry, Race, read_race, require
 from benchmarks.race.train import snapshot_of
 from common.errors import UserError, run_script
 from common.files import write_atomically
@@ -50,13 +51,24 @@ def power_of(covariance: torch.Tensor, exponent: float) -> torch.Tensor:
 
 def with_spectrum(images: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Scale the frequencies by ring, so that each has the power that it has in the reference; means stay."""
-    frequencies = torch.fft.fftfreq(images.shape[2], 1 / images.shape[2])
-    ring = (frequencies[:, None].square() + frequencies.square()).sqrt().round().long()
-    own, wanted = (torch.fft.fft2(some).abs().square().mean((0, 1)) for some in (images, reference))
-    sums = [torch.zeros(int(ring.max()) + 1).index_add(0, ring.flatten(), one.flatten()) for one in (own, wanted)]
-    scale = (sums[1] / sums[0]).sqrt()
+    own, wanted = (power_by_frequency(some) for some in (images, reference))
+    scale = (wanted / own).sqrt()
     scale[0] = 1
-    return torch.fft.ifft2(torch.fft.fft2(images) * scale[ring]).real
+    return torch.fft.ifft2(torch.fft.fft2(images) * scale[frequencies(images.shape[2])]).real
+
+
+def frequencies(size: int) -> torch.Tensor:
+    """Return the frequency of every place of a Fourier transform, in whole cycles per image; 0 is the mean."""
+    cycles = torch.fft.fftfreq(size, 1 / size)
+    return (cycles[:, None].square() + cycles.square()).sqrt().round().long()
+
+
+def power_by_frequency(images: torch.Tensor) -> torch.Tensor:
+    """Return the mean power of images, or of errors, at each frequency; of white noise of variance 1 it is 1."""
+    size = images.shape[2]
+    at, power = frequencies(size).flatten(), torch.fft.fft2(images).abs().square().mean((0, 1)).flatten() / size**2
+    total = torch.zeros(int(at.max()) + 1).index_add(0, at, power)
+    return total / at.bincount()
 
 
 CORRECTIONS: dict[str, Correction] = {
@@ -78,24 +90,32 @@ def describe(images: torch.Tensor) -> dict[str, float]:
 
 def reference_images(config: TrainingConfig) -> torch.Tensor:
     """Read training images, evenly spread, in [-1, 1]."""
-    images = training_images(config, "train", config.cache_dir, 0)
+    channels = 1 if config.channels == "1" else 3
+    images = training_images(replace(config, channels=str(channels)), "train", config.cache_dir, 0)
     chosen = spread(len(images), REFERENCE_IMAGES)
-    return normalise(torch.stack([torch.tensor(images.pixels(row)) for row in chosen]))
+    return normalise(torch.stack([torch.tensor(images.pixels(row)[:channels]) for row in chosen]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def snapshot_from_arguments(description: str) -> tuple[Race, Entry, float, Path]:
+    """Return the race, the run, the time and the folder of the weights that the command line names."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="a race that has been run")
-    parser.add_argument("method", help="the method whose network draws the images")
+    parser.add_argument("method", help="the method whose network is looked at")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fraction", type=float, default=1.0, help="of the budget, after which its weights are taken")
     arguments = parser.parse_args()
     race = read_race(arguments.file)
     require(arguments.method in race.methods, "method", arguments.method, f"one of {', '.join(race.methods)}")
-    entry, time = Entry(arguments.method, arguments.seed), race.time(arguments.fraction)
+    length = race.lengths.get(arguments.method, 1.0)
+    entry, time = Entry(arguments.method, arguments.seed, length), race.time(arguments.fraction)
     folder = snapshot_of(race.runs / entry.name, time)
     if not folder.exists():
         raise UserError(f"{folder}: the race has no weights of {entry.name} at {time:g}; run it on this machine")
+    return race, entry, time, folder
+
+
+def main() -> None:
+    race, entry, time, folder = snapshot_from_arguments(__doc__)
     path, measurement = FOLDER / f"{race.name}-{entry.name}-{time:g}.json", race.measurements[0]
     result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"corrected": {}}
     if result["corrected"].keys() == CORRECTIONS.keys():

@@ -35,7 +35,7 @@ RACES = ("cifar10_16_screen", "cifar10_16_field", "cifar10_16_ideas", "cifar10_3
 RACES += ("cifar10_32_small_first", "cifar10_32_small_batches", "animals_32_small_first")
 # Of these also the errors by noise level, `errors_<name>`.
 ERRORS = ("cifar10_32_screen", "cifar10_32_small_first")
-CORRECTED = [f"cifar10_32_small_first-{run}" for run in ("uniform-3-2000", "small_first-3-1000")]
+LOOKED_AT = [f"cifar10_32_ddpm_250-{run}" for run in ("uniform-3-2000", "small_first-3-x0.5-1000")]
 # Races of our methods against uniform timesteps, and what they are of.
 OUR_METHODS = ("log_snr", "saturating_bound", "small_first")
 OUR_RACES = {
@@ -143,7 +143,7 @@ def more_images(results: Path) -> str:
 def corrected(results: Path) -> str:
     """Return what FID and KID become once one flaw of the images of a run is corrected."""
     rows = []
-    for name in CORRECTED:
+    for name in LOOKED_AT:
         one = read(results, f"corrected/{name}")
         for correction, numbers in one.get("corrected", {}).items():
             loudness = numbers["variance of mean colours"] / one["training images"]["variance of mean colours"]
@@ -152,6 +152,22 @@ def corrected(results: Path) -> str:
             rows.append([run, correction, *values, f"{loudness:.2f}"])
     head = ["images of", "corrected", "FID", "KID x 1000", "recall", "variance of mean colours, of that of the data"]
     return lines(head, rows)
+
+
+def frequencies(results: Path) -> str:
+    """Return the error of epsilon at the lowest frequencies and above, by noise level, beside the Wiener filter's."""
+    rows, shown = [], (-8, -6, -4, -2, 0)
+    for name in LOOKED_AT:
+        one = read(results, f"frequencies/{name}")
+        levels = {level["log_snr"]: level for level in one.get("levels", [])}
+        for frequency, what in ((0, "the mean"), (1, "one cycle"), (4, "four cycles")) if levels else ():
+            run, filters = f"`{one['method']}` after {one['steps']:,} steps", "the Wiener filter"
+            errors = [f"{levels[level]['error'][frequency]:.2g}" for level in shown]
+            rows.append([what, run, *errors])
+            if name == LOOKED_AT[-1]:
+                rows.append([what, filters, *(f"{levels[level]['wiener'][frequency]:.2g}" for level in shown)])
+    rows.sort(key=lambda row: ("the mean", "one cycle", "four cycles").index(row[0]))
+    return lines(["error of epsilon in", "by", *(f"log SNR {level}" for level in shown)], rows)
 
 
 def learning_rates(results: Path) -> str:
@@ -291,6 +307,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "ema_reconstruction": ema_reconstruction,
     "more_images": more_images,
     "corrected": corrected,
+    "frequencies": frequencies,
     "ema_averages": ema_averages,
     "loud_colours": loud_colours,
 }

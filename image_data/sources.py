@@ -237,8 +237,8 @@ def _load_image_folder(options: DataOptions) -> "dict[str, Dataset] | DatasetDic
     splits = {name: folders for name, folders in splits.items() if folders}
     if not splits:
         raise UserError(f"--train_data_dir {folder}: there are no images in this folder ({path})")
-    for root, found in zip(roots.values(), splits.values(), strict=False):
-        _check_for_splits_below(folder, root, found)
+    for name, found in splits.items():
+        _check_for_splits_below(folder, roots[name], found)
     if not all(each.is_plain for folders in splits.values() for each in folders):
         return call_in_child(functools.partial(_read_image_folder, folder, splits, _cache_of_datasets(options)))
     try:

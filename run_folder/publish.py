@@ -69,7 +69,7 @@ def publish(config: TrainingConfig, state: TrainingState) -> None:
     weights = "raw" if state.update.ema is None else "moving-average"
     try:
         write_model_card(config, state.step, weights, state.condition)
-    except OSError as error:
+    except Exception as error:
         card = RunFolder(config.output_dir).card_file
         logger.warning("The model card %s could not be written: %s", card, reason_of(error))
     if config.push_to_hub and (address := push_to_hub(config, state.step)):
