@@ -443,8 +443,8 @@ def load_checkpoint(state: TrainingState, folder: Path, same_run: bool) -> list[
             state.loss.load_state_dict(read("sampler.safetensors"))
     except (RuntimeError, FileNotFoundError, KeyError, ValueError) as error:
         lines = [line.strip() for line in str(error).splitlines()]  # the first of PyTorch's says only where it was
-        reason, *more = (lines[1] if len(lines) > 1 else reason_of(error)).split(", ")
-        reason += f" and {len(more)} more" if more else ""
+        reason, *more = (lines[1] if len(lines) > 1 else reason_of(error)).split('", "')  # a list of names
+        reason += f'" and {len(more)} more' if more else ""
         reason = next((change for change in changed if change.startswith("model_config_name_or_path ")), reason)
         raise UserError(
             f"{folder} does not fit this configuration ({reason}); use the configuration it was made with, "

@@ -78,6 +78,7 @@ def test_every_float_is_finite_and_every_count_has_a_limit(kind):
         (parse_generation, "--train_data_dir x", "--train_data_dir has no effect without --nearest"),
         (parse_evaluation, "--generated a --real b --statistics_mode clean", "no effect without --statistics"),
         (parse_evaluation, "--compare a b --weights raw", "--weights needs a run"),
+        (parse_evaluation, "--run_dir a --seeds 3", "--repeats N measures N sets of images"),
         (parse_prepare_options, "--check x --captions a{class}", "--captions has no effect with --check"),
         (parse_visualize, "--run_dir x --num_images 3", "--num_images has no effect with --run_dir"),
     ],

@@ -93,7 +93,9 @@ def test_two_processes_and_an_interruption_change_nothing(by_text, tmp_path):
 
 
 def test_prompts_from_a_file_and_words_that_were_never_seen(text_run, tmp_path, capsys):
-    (tmp_path / "prompts.txt").write_text("a purple six\na handwritten seven\n\n  the digit one  \n")
+    # With the mark that editors on Windows put at the beginning.
+    text = "a purple six\na handwritten seven\n\n  the digit one  \n"
+    (tmp_path / "prompts.txt").write_text(text, encoding="utf-8-sig")
     generate(
         text_run, *FAST, f"--prompts_file={tmp_path / 'prompts.txt'}", "--num_images=3",
         "--guidance_scale=2", "--negative_prompt=the sour digit", f"--output_dir={tmp_path / 'out'}",

@@ -377,6 +377,11 @@ def test_the_latest_run_and_its_weights(run, tmp_path, monkeypatch):
     assert record(tmp_path / "runs/new/generated/step-20-ema-ddim-5")["images"] == 2
 
 
+def test_a_checkpoint_that_is_not_there_is_told_from_a_run_that_is_not(run):
+    with pytest.raises(UserError, match=r"run has no checkpoint-99; its checkpoints: 10, 20$"):
+        find_models(str(run / "checkpoint-99"), [], None)
+
+
 def test_a_damaged_checkpoint_is_not_used(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     weights = tmp_path / "run" / "checkpoint-20" / "unet_ema" / "diffusion_pytorch_model.safetensors"
