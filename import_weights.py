@@ -3,7 +3,7 @@
 
 python import_weights.py ema_diffusion_cifar10_model/model-790000.ckpt --output_dir models/ho_cifar10
 python import_weights.py cifar10_uncond_50M_500K.pt --output_dir models/improved --ddpm_num_steps 4000 \
-    --ddpm_beta_schedule cosine
+--ddpm_beta_schedule cosine
 """
 
 import logging
